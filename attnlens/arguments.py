@@ -36,7 +36,10 @@ _ONE_AT_A_TIME = RLock()  # Calls replace the model's attention; torch allows on
 
 
 def checked_name(what: str, name: str, known: Iterable[str]) -> str:
-    """Return `name` if it is in `known`; else raise a UsageError that lists the known names and suggests a near one."""
+    """Return `name` if it is in `known`.
+
+    Otherwise raise a UsageError that lists the known names and suggests a similar name, if there is one.
+    """
     options = list(known)
     if name in options:
         return name
@@ -78,7 +81,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def _plain_torch() -> Iterator[None]:
-    """Use torch's default settings inside the block, so that results do not depend on the caller's settings."""
+    """Use torch's default device, dtype and modes inside the block, so that results do not depend on the caller's."""
     torch = sys.modules.get("torch")
     if torch is None:  # torch is not imported yet, so the caller changed no setting
         yield
@@ -172,7 +175,10 @@ class Budget(NamedTuple):
 
 
 def budget(words: str) -> Budget:
-    """Parse `loss:1%` or `ppl:2%`. Raise UsageError for anything else, and for budgets that are not positive."""
+    """Parse `loss:1%` or `ppl:2%`.
+
+    Raise UsageError for anything else, and for budgets that are not positive and finite.
+    """
     plain = words.replace(" ", "") if isinstance(words, str) else ""
     match = re.fullmatch(r"(loss|ppl):([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)%", plain)
     if match is None:
@@ -237,7 +243,7 @@ def refuse_replacing(
     present: Callable[..., object],
     remedy: str = "Choose another name, or pass replace=True to the decorator.",
 ) -> None:
-    """Raise UsageError if registering `function` would replace `present`, unless the same module or file has both."""
+    """Raise UsageError if registering `function` would replace `present`, unless one module or file defines both."""
     new, old = (re.sub(r"^attnlens\..*", "attnlens", each.__module__) for each in (function, present))
     files = [getattr(getattr(each, "__code__", None), "co_filename", each) for each in (function, present)]
     if new != old and files[0] != files[1]:

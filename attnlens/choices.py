@@ -29,7 +29,7 @@ caches (64 if unbounded); `one key`: attend to the key with the largest score; `
 `filter alone`: apply the kernel's filter to the model's kernel; `without filter`: omit the filter; `far part, healed`:
 apply a hybrid's trained far part to all keys."""
 HealingUnit = Literal["steps", "tokens", "seconds"]  # Unit in which the length of training is given
-HealingGoal = Literal["teacher", "text"]  # Training target: the original model's predictions, or the text's next tokens
+HealingGoal = Literal["teacher", "text"]  # Training target: the original model's predictions, or the text's tokens
 HealingStage = Literal["transfer", "whole"]  # Stage of training: each site on the original's inputs, or the whole model
 BACKENDS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """transformers' attention implementations that `doctor` compares."""

@@ -27,7 +27,7 @@ class AttnlensError(Exception):
 
 
 class UsageError(AttnlensError):
-    """Invalid arguments of a call."""
+    """Invalid arguments of a call or command."""
 
 
 class ModelError(AttnlensError):
@@ -43,7 +43,7 @@ class TooLargeError(ModelError):
 
 
 class TextError(AttnlensError):
-    """A text that is missing, empty, binary or too short."""
+    """A text that can't be used, e.g. because it is missing, empty, binary or too short."""
 
     code = "text"
 
@@ -55,7 +55,7 @@ class OutputError(AttnlensError):
 
 
 class IdentityError(AttnlensError):
-    """Recomputed attention that differs from the model's, so that no number can be trusted."""
+    """Recomputed attention that differs from the model's, or a faulty kernel or backend: no number can be trusted."""
 
     code = "identity"
 
@@ -102,7 +102,7 @@ def is_memory(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """Format an exception on one line: the name of its class and the first line of its message."""
+    """Format an exception on one line: the name of its class and, if it has a message, the message's first line."""
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     return message if message == type(error).__name__ else f"{type(error).__name__}: {message}"
 

@@ -97,7 +97,7 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
 
 
 def read_toml(path: Path, tables: Iterable[Sequence[str]], remedy: str) -> dict[str, object]:
-    """Return the first non-empty table of an untrusted TOML file among `tables`, or {}. Raise UsageError if invalid."""
+    """Return the first of `tables` that is not empty in an untrusted TOML file, or {}. Raise UsageError if invalid."""
     import tomllib
 
     try:

@@ -43,7 +43,7 @@ REMOVED = {  # Remedies for options and commands of earlier versions, and for op
     "--dry-run": "The progress bar shows the remaining time; --windows 2 shortens the run.",
     "--sarif": "Use --junit or --annotations.",
     "--allow-other-model": "Omit this option: a baseline is matched by settings and heads, not by the model's name.",
-    "merge": "Run the shards' command again without --shard: this combines their units and writes the report.",
+    "merge": "Run the shards' command again without --shard to combine the shards' units and write the report.",
 }
 
 
@@ -83,7 +83,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         return UNUSABLE
     except typer.Exit as stop:
         return stop.exit_code
-    except SystemExit as stop:  # raised by typer: with 0 after completion, else if the reader of its help left early
+    except SystemExit as stop:  # raised by typer: 0 after completion, 1 if the reader of the help left early
         return READER_LEFT if stop.code else 0
     except BaseException as error:
         return report_failure(error)
@@ -139,7 +139,7 @@ def _find_replacement(problem: str) -> str | None:
 
 
 def _keywords(kind: type[Request]) -> set[str]:
-    """Return the names of the options that only Python offers, of this kind of request and of its subclasses."""
+    """Return the names of the Python-only options of this request type and its subclasses."""
     names = {name for name, field in kind.model_fields.items() if details(field).get("python_only")}
     return names.union(*map(_keywords, kind.__subclasses__()))
 

@@ -57,7 +57,10 @@ NO_MODEL = "No model named: using demo, the small model that ships with attnlens
 
 
 def named_model(params: Mapping[str, str | None]) -> str:
-    """Return the requested model; without one, print a message and return demo. Raise UsageError if invalid."""
+    """Return the requested model's name; if none is given, return demo and, unless --quiet, print a message.
+
+    Raise UsageError if the name is invalid.
+    """
     name = params["model"]
     if name is None and not params["quiet"]:
         say(NO_MODEL)
@@ -108,8 +111,8 @@ def run_command(
     """Check the outputs, run the work, and deliver and return the report.
 
     If the user interrupts the work, the report contains the finished part. `options` are the names of the options that
-    this run accepts, by default the request's fields. Raise OutputError if a changed model was not saved. With
-    --strict, exit with PARTLY if parts are missing.
+    this run accepts, by default the request's fields. Raise OutputError if a changed model could not be saved.
+    With --strict, exit with PARTLY if parts are missing or stored tensors are unused (`doctor` decides this itself).
     """
     outputs = Outputs.of(params)
     outputs.check(find_inputs(params, models))
@@ -144,7 +147,7 @@ def run_command(
 
 
 def start_workers(engine: str, jobs: int) -> None:
-    """Start the server process that forks the workers of --jobs, so that it imports torch while this process does."""
+    """For the engine `local`, start the server that forks the workers of --jobs, and that imports torch meanwhile."""
     if engine == "local":
         from attnlens.runs.work import start_server
 
@@ -159,7 +162,7 @@ TEXT_REMEDY = "Give a plain text file in UTF-8."
 
 
 def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> dict[str, str]:
-    """Map the real path of each input to its description. Raise AttnlensError if an input is missing."""
+    """Map the real path of each input to its description. Raise AttnlensError if an input can't be read."""
     inputs: dict[str, str] = {}
     for option in TEXT_OPTIONS:
         named = options.get(option) or ()
@@ -192,14 +195,14 @@ def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> dict[str, 
 
 
 def describe_input(inputs: dict[str, str], output: Path) -> str:
-    """Return the description of the input that `output` would replace; empty if `output` is not an input."""
+    """Return the description of the input that `output` would replace; empty if it would replace none."""
     real = Path(os.path.realpath(output))
     inside = (what for folder, what in inputs.items() if real.is_file() and real.is_relative_to(folder))
     return inputs.get(str(real)) or next(inside, "")
 
 
 def _local_files(name: str, options: Mapping[str, Any]) -> list[Path]:
-    """Return the folder of a local model and the files in it, or the model's single file; [] for a hub model."""
+    """Return the folder of a local model and the files in it, or only its GGUF file; [] for a hub model, if online."""
     path = with_home(name)  # tested with os.path, which never raises, whatever the name
     on_hub = HUB.fullmatch(name) and not name.endswith(MODEL_FILES) and name != "demo"
     if on_hub and not os.path.exists(path) and not options["offline"]:  # noqa: PTH110
@@ -252,12 +255,15 @@ class Outputs:
         return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     def files(self, *options: str) -> dict[str, Path]:
-        """Map each of these options that is set to its path, except stdout. Raise UsageError for invalid ones."""
+        """Map each of `options` that is set to its path; omit `--json -`. Raise UsageError for an invalid path."""
         named = {option: getattr(self, option) for option in options if getattr(self, option) is not None}
         return {option: _path(option, name) for option, name in named.items() if (option, name) != ("json", STDOUT)}
 
     def check(self, inputs: dict[str, str]) -> None:
-        """Raise UsageError or OutputError if an output can't be written or would replace an input or another output."""
+        """Raise UsageError or OutputError if an output can't be written or would replace an input or another output.
+
+        Raise UsageError for --bare without --figure.
+        """
         names = {os.path.realpath(os.devnull): ""}
         for option, path in self.files(*DATA, *PICTURES, "save").items():
             flag = option_name(option)
@@ -318,7 +324,7 @@ def deliver(
 
     `writers` (by option) and `summary` default to those of `export`. `annotate` runs after the summary; `saved` lists
     other outputs to print as written. `source` and `ranks` are the files from which the report and its plan were read,
-    if any. A failure does not prevent other outputs; the last failure is raised at the end.
+    if any. A failure does not prevent other outputs. At the end, the last failure is raised or, if `interrupted`, Exit.
     """
     if writers is None or summary is None:
         from attnlens.report import export  # late, because it loads the records
@@ -382,7 +388,7 @@ def _collect(failures: list[AttnlensError | typer.Exit]) -> Iterator[None]:
 
 
 def _add_windows_file(outputs: Outputs, report: Report) -> Report:
-    """Record the name and hash of the windows file in the report if both are written to the same folder."""
+    """Record the name and hash of the windows file in the report if both files are written to the same folder."""
     files = outputs.files("json", "windows_csv")
     if len(files) < 2 or len({os.path.realpath(file.parent) for file in files.values()}) > 1:
         return report
@@ -395,7 +401,7 @@ def _add_windows_file(outputs: Outputs, report: Report) -> Report:
 
 
 def _show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]) -> None:
-    """Print the summary and, with `--json -`, the report as JSON."""
+    """Print the summary (unless --quiet) and, with `--json -`, the report as JSON."""
     from attnlens.report.render import terminal
 
     with guard_stdout():

@@ -41,8 +41,8 @@ def kinds(commands: Iterable[Callable[..., object]]) -> dict[str, object]:
 def defaults(folder: Path, known: Mapping[str, object]) -> dict[str, object]:
     """Read options from `attnlens.toml`, or [tool.attnlens] of `pyproject.toml`.
 
-    Raise UsageError for an invalid file or value, and for options that a file may not set: those that are dangerous,
-    and those that name files to read or write.
+    Return {} if there are none. Raise UsageError for an invalid file, name or value, and for options that a file must
+    not set: those that are dangerous, and those that name files to read or write.
     """
     options: dict[str, object] = {}
     for name, path in FILES.items():
@@ -91,7 +91,7 @@ def _add_default(help: str, shown: object) -> str:  # noqa: A002
 
 
 def list_kernels(incomplete: str) -> list[str]:
-    """Return all kernels or, if the text contains a plus sign, the part before it with each tie, filter and hybrid."""
+    """Return the kernels' names; if `incomplete` contains a plus sign, complete it with each tie, filter and hybrid."""
     from attnlens.kernels import FILTERS, HYBRIDS, TIES, kernels  # late, because only completion needs them
 
     kernel, plus, _ = incomplete.rpartition("+")
@@ -118,7 +118,10 @@ def argument(
     default: object = None,
     names: Callable[[], list[str]] | None = None,
 ) -> Parameters:
-    """Create a positional argument, required if its type is `str` or `list[str]`; a shell completes it to `names`."""
+    """Create a positional argument, required if its type is `str` or `list[str]`.
+
+    A shell completes the argument to the values that `names` returns.
+    """
     declared = typer.Argument(
         help=_add_default(help, shown), metavar=metavar, show_default=shown is True, autocompletion=names
     )
@@ -156,7 +159,7 @@ def output(flag: str, help: str, metavar: str = "FILE") -> Parameters:  # noqa: 
 
 
 def parameters(kind: type[Request], *, without: Collection[str] = ()) -> Parameters:
-    """Return the command-line options of a request; those shared with other requests come last."""
+    """Return the command-line options of a type of request; options shared with other requests come last."""
     fields = {
         name: field
         for name, field in kind.model_fields.items()

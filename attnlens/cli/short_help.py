@@ -1,4 +1,4 @@
-"""Help that fits on one screen: of `attnlens` without arguments, and of each command with `-h`."""
+"""Help that fits on one screen: for `attnlens` without arguments, and for each command with `-h`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ GROUPS: dict[str, dict[str, str]] = {  # Commands by purpose, each with the ques
         "doctor": "Does attnlens read the model exactly? Are backends and masks right?",
     },
     "Change": {
-        "swap-kernel": "What does another attention kernel cost?",
+        "swap-kernel": "How much worse does the model get with another attention kernel?",
         "ranks": "How small can the keys be within a loss budget?",
-        "heal": "How much of a kernel's cost does training recover?",
+        "heal": "How much of the loss added by a new kernel does training recover?",
     },
     "Papers": {
         "converge": "Does training select tokens as a max-margin SVM does?",
@@ -29,7 +29,7 @@ GROUPS: dict[str, dict[str, str]] = {  # Commands by purpose, each with the ques
     },
     "Reference": {
         "report": "Show, draw or convert a saved report",
-        "list": "List kernels, analyzers, measures (default: all three), architectures or schema",
+        "list": "List kernels, analyzers, measures or architectures, or print the JSON Schema",
         "explain": "Explain one measure, kernel or term",
     },
 }
@@ -111,7 +111,7 @@ def overview() -> str:
         lines += ["", group]
         for name, question in commands.items():
             own = next(at for at, example in enumerate(EXAMPLES[name]) if example.split()[1] == name)
-            needed = EXAMPLES[name][: own + 1]  # an example of `compare` needs the model that the one before it saves
+            needed = EXAMPLES[name][: own + 1]  # an example of `compare` needs the model that the first example saves
             lines += [f"  {name:12} {question}", *(f"{'':15}{example}" for example in needed)]
     return "\n".join([*lines, "", "attnlens COMMAND -h shows the main options, attnlens COMMAND --help all of them."])
 
@@ -146,7 +146,7 @@ CLAUSE = re.compile(r"; |: | \(|, (?=(?:e\.g\.|in|or|and|as|such as) )")
 
 
 def _describe_option(text: str, width: int) -> list[str]:
-    """Return a text's first sentence, cut off after the last clause that fits on one line, or wrapped if none fits."""
+    """Return the lines of a text's first sentence: cut after the last clause that fits on one line, else wrapped."""
     sentence = re.split(r"\.\s+(?=[A-Z[])", " ".join(text.replace("`", "").split()))[0].rstrip(".")
     if len(sentence) <= width:
         return [sentence]

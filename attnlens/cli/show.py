@@ -30,7 +30,7 @@ PLAIN_SECONDS = 10.0  # Interval of progress lines if no bar can be shown, in se
 ESTIMATED, LONG = 5.0, 300.0  # Seconds after which a stage's duration is estimated, and shortest duration to announce
 SHORT = 60.0  # Shortest duration to announce for a stage of `converge`, in seconds
 SPACING = 0.1  # Shortest time between reports that are used to estimate a duration, in seconds
-AGREEMENT = 2.0  # Largest ratio between the estimates of a duration at which it is announced
+AGREEMENT = 2.0  # Largest ratio between the estimates of a duration at which the duration is announced
 BOUNDED = "budget"  # Stage that is always announced, and whose steps are an upper bound: the search of `ranks`
 COUNTS = ("trials", "iterations", "seeds", "cells", "windows", "layers", "heads")  # Options that shorten a run
 AMOUNTS = {"generate": ("generate",), "heal": ("train",), "control": ("train",)}  # Stages whose length an option sets
@@ -229,11 +229,11 @@ class Pace:
 
     @property
     def duration(self) -> float:
-        """Seconds since the start of the stage."""
+        """Seconds since the last report before the first step."""
         return time.monotonic() - self.reports[0][0]
 
     def add(self, done: int) -> None:
-        """Add a report. Until the first step is done, keep only the latest, as some stages are announced early."""
+        """Add a report. Until the first step is done, keep only the latest report: some stages report 0 early."""
         now = time.monotonic()
         if not self.reports or done <= self.reports[0][1]:
             self.reports = [(now, done)]
@@ -243,8 +243,8 @@ class Pace:
     def forecast(self, remaining: int) -> list[float]:
         """Estimate the seconds left in three ways: from the pace so far, and from the pace in each half of the time.
 
-        The first step is left out, because it may include costs that occur once. Return [] if fewer than two steps
-        followed it, or if the estimates differ by more than a factor of AGREEMENT.
+        The first step is left out, because it may include costs that occur once. Return [] if fewer than two further
+        reports exist, or if the estimates differ by more than a factor of AGREEMENT.
         """
         later = self.reports[1:]
         if len(later) < 3:
@@ -345,7 +345,7 @@ def _bars(terminal: Console) -> Iterator[ReportProgress]:
 
 
 def _plain() -> ReportProgress:
-    """Return a function that prints a stage's progress every ten seconds, with the time left if it can be estimated."""
+    """Return a function that prints a stage's progress, at most every ten seconds, with the time left if known."""
     last = time.monotonic()
     paces: defaultdict[str, Pace] = defaultdict(Pace)
 

@@ -24,9 +24,9 @@ from attnlens.errors import UsageError
 app = typer.Typer(
     name="attnlens",
     help="Analyse the attention of pretrained transformers as kernel machines.",
-    epilog="Exit codes: 0 success · 1 a check failed · 2 invalid arguments or input, or attention differs (doctor) "
-    "· 3 incomplete (with --strict) · 70 internal error · 130 interrupted (finished work is kept) · 141 output pipe "
-    "closed.",
+    epilog="Exit codes: 0 success · 1 a check failed · 2 invalid arguments or input, or attention differs or can't be "
+    "verified (doctor) · 3 incomplete (with --strict) · 70 internal error · 130 interrupted (finished work is kept) "
+    "· 141 output pipe closed.",
     invoke_without_command=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -49,7 +49,7 @@ for group, names in GROUPS.items():
 
 
 def help_for(words: Sequence[str]) -> str | None:
-    """If `-h` is among the words, return the help of the command with which they begin, or the overview; else None."""
+    """If `words` contain `-h`, return the help of the command that the first word names, or the overview; else None."""
     if "-h" not in words:
         return None
     if words[0] not in COMMANDS:

@@ -120,7 +120,10 @@ def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, name
 
 
 def _load_rules(request: CheckRequest) -> list[Rule]:
-    """Return the rules of --rules and --rule; if both are missing, the rules in the first default file that has any."""
+    """Return the rules of --rules and --rule; if both are missing, the rules in the first default file that has any.
+
+    Raise UsageError if there is nothing to check.
+    """
     from attnlens.checks.rule import parse_rule, read_rules
 
     rules = [] if request.rules is None else read_rules(Path(request.rules))

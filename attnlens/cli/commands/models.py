@@ -1,4 +1,4 @@
-"""The commands that measure a model (`inspect`, `compare`, `doctor`) or change its kernel (the other three)."""
+"""The commands that measure a model or compare two, and those that change a model's attention kernel."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ JUNIT = opt.output("--junit", "Write a JUnit XML file with one test case per sit
 )
 def doctor(context: typer.Context) -> None:
     """Verify that attnlens reads a model's attention exactly, that the model's attention backends agree, and that its
-    masks are correct; exit 2 if anything differs."""
+    masks are correct; exit 2 if anything differs or can't be verified."""
     params = context.params
     request, name = opt.build(DoctorRequest, params), named_model(params)
     report = run_command(
@@ -155,7 +155,7 @@ PLAN = opt.output("--plan", "Write the ranks as a JSON file that --ranks reads."
 
 @opt.with_options(opt.MODEL | PLAN | opt.WINDOWS_CSV | opt.STRICT, opt.parameters(RanksRequest), opt.OUTPUT_OPTIONS)
 def ranks(context: typer.Context) -> None:
-    """Find the smallest key rank of each head within a loss budget, and measure the model with these ranks."""
+    """Find the smallest rank of each key head within a loss budget, and measure the model with these ranks."""
     request = opt.build(RanksRequest, context.params)
     request = request.with_options(ranks=rank_kernels(request)[1])  # a plan from a pipe can only be read once
     name = named_model(context.params)

@@ -19,7 +19,7 @@ LISTED = ("kernels", "analyzers", "measures", "architectures", "schema")
 
 
 def list_explained() -> list[str]:
-    """Return the names of all measures and kernels, and the terms, that `explain` explains."""
+    """Return the names of the measures, kernels and terms that `explain` explains."""
     from attnlens.report.sections import reference
 
     return [*reference.measure_pages(), *reference.kernel_pages(), *reference.TERMS]

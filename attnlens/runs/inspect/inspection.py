@@ -37,15 +37,15 @@ from attnlens.runs.work import Stopped
 class Unit(TypedDict, total=False):
     """Value of a work unit. Units of weights and of gatherers have `answers`; units of tokens have `values`."""
 
-    answers: dict[Place, dict[int, Answer]]  # by (site, "weights" or gatherer), and by head
-    layer_symmetry: float | None  # symmetry of the sum of the heads' matrices; left out if heads are missing
+    answers: dict[Place, dict[int, Answer]]  # by (site, "weights" or name of a gatherer), then by head
+    layer_symmetry: float | None  # symmetry of the sum of the heads' W_Q W_Kᵀ; None if heads are missing
     traits: dict[str, bool]  # fields of `weights.Traits`
     sequences: int  # number of sequences of a batch
     values: dict[Place, Tensor]  # by (site, measure): (sequences, heads), NaN if missing
     curves: dict[Place, list[list[Tensor]]]  # number of sequences and mean of each piece, both (heads, steps)
-    losses: list[Tensor]  # mean loss of each sequence with predictions, and its number of predicted tokens; or empty
+    losses: list[Tensor]  # mean loss and number of predicted tokens of each sequence with predictions; or []
     vocabulary: int  # number of tokens in the model's vocabulary; 0 without losses
-    rows: list[AttentionRows]  # attention to show
+    rows: list[AttentionRows]  # attention rows for --show attention
     skipped: list[Skipped]
 
 
@@ -56,7 +56,7 @@ GATHERED_TOGETHER = 4  # sites per pass of the gatherers: more need more memory,
 
 
 def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
-    """Return each head's null mean and sd, (heads, 2), multiplied by ‖W_Q‖‖W_K‖ if the measure grows with it."""
+    """Return each head's null mean and sd, (heads, 2); scale both by ‖W_Q‖‖W_K‖ if the measure grows with W_Q, W_K."""
     factors = norms.double().cpu() if info.grows_with_factors else torch.ones(len(norms), dtype=torch.float64)
     return torch.stack([null[0] * factors, null[1] * factors.abs()], 1)
 
@@ -64,7 +64,7 @@ def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> T
 def build_measure(
     info: MeasureInfo, site: Site, value: Tensor | None, *, n: int, base: Tensor | None = None, **fields: Any
 ) -> Measure:
-    """Return a measure with its value, or with the reason why the value is missing or NaN."""
+    """Return a measure with its value, or, if the value is missing, NaN or undefined, with the reason."""
     if site.part == "cross" and info.self_only:
         return Measure(value=None, reason=TWO_DOMAINS)
     if value is None or bool(value.isnan()):
@@ -78,7 +78,7 @@ def build_measure(
 
 
 def merge_skipped(entries: Iterable[Skipped]) -> list[Skipped]:
-    """Merge entries with the same site, heads and reason; omit the measure if the reason applies to several."""
+    """Merge entries with the same site, heads and reason; omit the measure if the entries' measures differ."""
     merged: dict[tuple[object, ...], Skipped] = {}
     for entry in entries:
         place = entry.site, tuple(entry.heads), entry.reason
@@ -121,7 +121,7 @@ class PreparedRun:
 
     @property
     def weights_model(self) -> loading.Loaded:
-        """Model whose weights are read: on the meta device if the model is spread over devices."""
+        """Model whose weights are read; if the model is spread over devices, this is its copy on the meta device."""
         return self.loaded.shapes or self.loaded
 
     def select_analyzers(self, source: str) -> list[Analyzer]:
@@ -157,7 +157,7 @@ class Inspection(PreparedRun):
 
     @property
     def window_texts(self) -> list[str]:
-        """Name of the text of each sequence; empty for inputs that are not texts."""
+        """Name of the text of each sequence; [] for inputs that are not texts."""
         return [] if self.inputs is None else list(self.inputs.parts)
 
     @property
@@ -167,7 +167,7 @@ class Inspection(PreparedRun):
 
     @cached_property
     def key_heads(self) -> dict[Site, list[int]]:
-        """Key head of each query head, by requested site."""
+        """Number of each query head's key head, by requested site."""
         return {each.site: list(each.call.key_heads) for each in self.site_calls}
 
     @property
@@ -219,7 +219,7 @@ class Inspection(PreparedRun):
         return self._read_tokens(self.inputs, unit.batch)
 
     def _read_weights(self, site: Site) -> Unit:
-        """Compute the weights.* measures of a site, with their nulls."""
+        """Compute the weights.* measures of a site, with their nulls; {} if no analyzer reads weights."""
         factors, base = next(self.read_factors([site]))
         if self.factors is not None:
             self.factors[site] = factors
@@ -310,7 +310,7 @@ class Inspection(PreparedRun):
         return {"answers": answers}
 
     def _gather(self, inputs: texts.Batches, sites: Sequence[Site]) -> dict[Site, list[Gatherer]]:
-        """Run the model on all batches, pass each sequence at `sites` to the gatherers, and return the gatherers."""
+        """Run the model on all batches; pass each sequence at `sites` to the gatherers, which are returned by site."""
         gatherers: dict[Site, list[Gatherer]] = {}
         forms: dict[Site, QueryKey | str] = {}
         if any(gathering.needs_inputs for gathering in self.gatherings):
@@ -350,7 +350,7 @@ class Inspection(PreparedRun):
         return [head for head in heads if self.settings.heads is None or head in self.settings.heads]
 
     def read_factors(self, sites: Sequence[Site]) -> Iterator[tuple[SiteFactors, QueryKey | None]]:
-        """Yield each site's factors, and its form without the adapter (None for a model without an adapter)."""
+        """Yield each site's factors, and its form without the adapter (None if unreadable, or without an adapter)."""
         chosen = [index for index, each in enumerate(self.calls) if each.site in sites]
         model, deferred = self.weights_model.model, self.weights_model.deferred
         present = None if deferred is None else deferred.present
@@ -360,7 +360,10 @@ class Inspection(PreparedRun):
             yield self._add_base(index, next(factors))
 
     def _add_base(self, index: int, factors: SiteFactors) -> tuple[SiteFactors, QueryKey | None]:
-        """Return a site's factors, and its form without the adapter: the same form if the adapter skips the site."""
+        """Return a site's factors, and its form without the adapter: the same form if the adapter skips the site.
+
+        The form is None without an adapter. If the weights can't be read, return the error and None.
+        """
         adapter, model = self.weights_model.adapter, self.weights_model.model
         if adapter is None or isinstance(factors, UnreadableError):
             return factors, None
@@ -372,7 +375,7 @@ class Inspection(PreparedRun):
         return factors, factors.query_key if base is None else replace(base.query_key, rotation=factors.rotation)
 
     def _form_on_inputs(self, factors: SiteFactors) -> QueryKey | str:
-        """Return M as a form on inputs (x, 1) in the model's dtype, or why scores are not bilinear in one input x."""
+        """Return the scores' bilinear form on inputs (x, 1), in the model's dtype, or the reason why there is none."""
         if isinstance(factors, UnreadableError):
             return factors.problem
         if (form := factors.on_inputs) is not None:
@@ -386,7 +389,7 @@ class Inspection(PreparedRun):
         return f"the scores are not bilinear in the module's inputs: queries and keys {reason}"
 
     def _draw_nulls(self, query_key: QueryKey) -> dict[str, tuple[float, float]]:
-        """Return the nulls of sites with this shape, scale and rotation; draw them at the first call."""
+        """Return the nulls (mean, sd) by measure for this shape, scale and rotation; draw them only once."""
         shape = query_key.query.shape[1:], query_key.key.shape[1:], query_key.scale, id(query_key.rotation)
         if shape not in self._nulls:
             layout, draws = replace(query_key, base=None), NULL_DRAWS["factors"]

@@ -50,9 +50,9 @@ def inspect(
 
     `model` is a hub id, folder, file, `demo`, a result of `load`, or a transformers model in memory with its
     `tokenizer` (without a tokenizer, only weights are analysed); a model in memory is not changed. Measures are
-    float64; tokens.* have standard errors, weights.* a null. `select` is an option of the analyzer selection:
-    `top-p:0.9` selects the fewest tokens with 90 % of the attention. Raise ModelError, TextError, UsageError,
-    IdentityError, and Interrupted, which contains the finished part.
+    computed in float64; tokens.* have standard errors, weights.* have nulls. `select` is an option of the analyzer
+    selection: `top-p:0.9` selects the fewest tokens with 90 % of the attention. Raise ModelError, TextError,
+    UsageError, IdentityError, and Interrupted, which contains the finished part.
     """
     report, clear_work = run_inspect(model, request, tokenizer, progress)
     clear_work()
@@ -62,7 +62,10 @@ def inspect(
 def run_inspect(
     model: Model, request: InspectRequest, tokenizer: PreTrainedTokenizerBase | None = None, progress: Progress = silent
 ) -> tuple[Report, Callable[[], None]]:
-    """Inspect a model; return the report, and a function to remove the stored units after the report is written."""
+    """Inspect a model; return the report, and a function to call once the report is written.
+
+    The function removes the stored units, unless a unit failed.
+    """
     plan, named = WorkPlan.of(request), isinstance(model, str | PathLike)
     if named:
         plan.check(request.text)
@@ -89,7 +92,11 @@ def open_in_worker(model: str | PathLike[str], request: InspectRequest) -> tuple
 def prepare(
     model: Model, request: InspectRequest, tokenizer: PreTrainedTokenizerBase | None = None, progress: Progress = silent
 ) -> PreparedRun:
-    """Read the texts and load the model; leave weights in their files if they exceed the memory and no text is read."""
+    """Read the texts and load the model.
+
+    If the model exceeds memory, leave the weights in their files if only weights are analysed, without an adapter;
+    otherwise raise TooLargeError.
+    """
     subject = wrap_model(model, tokenizer)
     load_options = feeding.load_options(request, subject)
     adapted = request.adapter is not None or (isinstance(subject, loading.Loaded) and subject.adapter is not None)
@@ -142,7 +149,10 @@ def compute(
 
 
 def report_stages(progress: Progress, units: Mapping[str, WorkUnit]) -> Callable[[str], None]:
-    """Start the progress of each stage and of all units; return a function to call with each finished unit's name."""
+    """Report the start of the first stage and, if there are several stages, of the run.
+
+    Return a function to call with the name of each finished unit.
+    """
     totals, done = Counter[str](), Counter[str]()
     for unit in units.values():
         totals[unit.stage] += unit.size
@@ -171,7 +181,10 @@ def read_sites(run: PreparedRun, calls: Sequence[SiteCall], sites: Collection[Si
 
 
 def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
-    """Cut the texts, find the sites, and verify recomputed attention; units add the factors of weights to `factors`."""
+    """Cut the texts, find the sites, and verify recomputed attention unless the model is left in its files.
+
+    The inspection's units add the factors of weights to `factors`.
+    """
     settings, inputs, no_text = _cut_inputs(run)
     run = replace(run, settings=settings)
     loaded, weights_model = run.loaded, run.weights_model
@@ -208,7 +221,7 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
 def inspect_sites(
     run: PreparedRun, all_sites: Sequence[SiteCall], site_calls: Sequence[SiteCall], inputs: texts.Batches | None
 ) -> Inspection:
-    """Build the inspection of `site_calls` in a verified model; add the calls of all sites on ids without media."""
+    """Build the inspection of `site_calls` in a verified model; add calls of all sites on token ids without media."""
     loaded, settings, sites = run.weights_model, run.settings, all_sites
     if loaded is not run.loaded:
         sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
@@ -216,7 +229,8 @@ def inspect_sites(
         calls, others = ([(each.site.path, each.site.ordinal) for each in part] for part in (all_sites, shapes.sites))
         if calls != others:
             raise ModelError(
-                "Without weights (on the meta device), the model runs other attention modules.", "Omit --device spread."
+                "On the meta device, the model runs different attention modules than with its weights.",
+                "Omit --device spread.",
             )
         sites = [replace(other, site=each.site) for each, other in zip(all_sites, shapes.sites, strict=True)]
     one_token, window = checks.survey_without_media(loaded, sites, settings.length or 2, settings.seed)
@@ -226,7 +240,7 @@ def inspect_sites(
 
 
 def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str | None]:
-    """Cut the texts into batches; return settings that describe them, the batches, and why tokens can't be read."""
+    """Cut the texts into batches. Return settings, the batches (None: no text is read), and why text can't be read."""
     loaded, settings, cut = run.loaded, run.settings, run.cut
     without_input = settings.model_copy(update=dict.fromkeys(("windows", "pack", "placement", "intervals")))
     if not run.contents or not any(analyzer.source == "tokens" for analyzer in run.analyzers):
@@ -238,12 +252,15 @@ def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str |
         if readable or settings.source == "tokens":
             raise
         return without_input, None, error.problem
-    feeding.build_design(settings, batches)  # refuses too few texts
+    feeding.build_design(settings, batches)  # raises TextError for too few texts
     return feeding.describe_input(settings, batches, loaded), batches, None
 
 
 def survey_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Survey:
-    """Survey a model on the meta device. Raise ModelError unless all its attention uses transformers' interface."""
+    """Survey a model on the meta device.
+
+    Raise ModelError if the forward pass needs actual values, or if attention bypasses transformers' interface.
+    """
     remedy = "Load the whole model: omit --device, and use a machine with enough memory."
     problem = f"{loaded.info.id} can't be analysed from its files alone: "
     try:

@@ -1,4 +1,4 @@
-"""Combine the values of an inspection's units into the heads of a report, and summarise them."""
+"""Combine the values of an inspection's units into the heads of a report, and summarise the heads."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ ALONE = "only one window or one text has a value, so the spread is unknown"
 
 @dataclass(frozen=True)
 class Results:
-    """Results of an inspection, computed only from the values of its units."""
+    """Results of an inspection, derived from its description and the values of its finished units."""
 
     inspection: Inspection
-    values: Mapping[str, Unit]  # values of the finished units by name
-    missing: Mapping[str, str] = field(default_factory=dict)  # reason why each failed unit has no value, by name
+    values: Mapping[str, Unit]  # values of the finished units, keyed by unit name
+    missing: Mapping[str, str] = field(default_factory=dict)  # reason why a unit failed, keyed by unit name
     interrupted: bool = False  # True if the user interrupted the run
 
     def _units(self, stage: str) -> dict[WorkUnit, Unit]:
-        """Return the finished units of a stage with their values, in the order of the run."""
+        """Map each finished unit of a stage to its value, in the order of the run."""
         units = self.inspection.units.items()
         return {unit: self.values[name] for name, unit in units if unit.stage == stage and name in self.values}
 
@@ -66,13 +66,13 @@ class Results:
 
     @cached_property
     def window_texts(self) -> list[str]:
-        """Name of the text of each finished sequence; empty for inputs that are not texts."""
+        """Name of the text of each finished sequence; [] for inputs that are not texts."""
         names = self.inspection.window_texts
         return [names[number] for number in self.finished if names]
 
     @cached_property
     def skipped(self) -> list[records.Skipped]:
-        """Sites, heads and measures without a value, each with its reason."""
+        """Sites, heads, measures and sequences without a value, each with the reason."""
         skipped = list(self.inspection.skipped)
         for value in [*self._units("weights").values(), *self._units("tokens").values()]:
             skipped += value.get("skipped", ())
@@ -99,7 +99,7 @@ class Results:
 
     @cached_property
     def windows(self) -> dict[Place, Float[Tensor, "windows heads"]]:
-        """Values per window by site and measure, for all heads of the site; NaN if missing."""
+        """Values in each finished window, keyed by (site, measure), for all heads of the site; NaN if missing."""
         widths = {site.name: len(key_heads) for site, key_heads in self.inspection.key_heads.items()}
         tables: dict[Place, Tensor] = {}
 
@@ -122,12 +122,12 @@ class Results:
 
     @cached_property
     def by_measure(self) -> dict[str, Float[Tensor, "windows heads"]]:
-        """Values per window by measure, with one column per head, in the order of `heads`."""
+        """Values in each finished window, keyed by measure, with one column per head in the order of `heads`."""
         return arrange_by_measure(self.windows, [(head.site, head.head) for head in self.heads], self.design.count)
 
     @cached_property
     def layer_symmetry(self) -> dict[int, float | None]:
-        """Symmetry of the sum of the heads' matrices, by layer."""
+        """Symmetry of the sum of a layer's matrices W_Q W_Kᵀ over its heads, keyed by layer number; None if unknown."""
         units = self._units("weights").items()
         return {unit.sites[0].layer: value["layer_symmetry"] for unit, value in units if "layer_symmetry" in value}
 
@@ -173,7 +173,7 @@ class Results:
         ).with_windows(records.Windows(windows, heads, self.by_measure))
 
     def _count_coverage(self) -> records.Coverage:
-        """Count the requested heads with a value and, for each source, how many of these lack a value from it."""
+        """Count sites and heads; count, for each source, the heads that have values, but none from this source."""
         known, present = measure_sources(), list[set[str]]()
         for head in self.heads:
             names = [name for name, measure in head.measures.items() if measure.value is not None] + list(head.curves)
@@ -196,7 +196,7 @@ class Results:
 
     @cached_property
     def _errors(self) -> dict[Place, Float[Tensor, " heads"]]:
-        """Standard errors of means over windows."""
+        """Standard error of each head's mean over windows, keyed by (site, measure)."""
         return {place: standard_error(values, self.design) for place, values in self.windows.items()}
 
     @cached_property
@@ -251,7 +251,7 @@ class Results:
         )
 
     def _average(self, info: MeasureInfo, site: records.Site, head: int) -> records.Measure:
-        """Return a head's mean over windows with its standard error, or the reason for a missing mean."""
+        """Average a measure of a head over windows; return mean and standard error, or why there is no mean."""
         values, error = (part[site.name, info.name][..., head] for part in (self.windows, self._errors))
         values = values[~values.isnan()]
         if not len(values):
@@ -263,15 +263,15 @@ class Results:
 
 
 FEWEST_HEADS = 12  # minimum number of heads for a median and spread against which a head can be called extreme
-MOST = 8  # maximum number of named heads
-DEEP = 3  # number of heads at each end of a measure that can be named
+MOST = 8  # maximum number of extreme heads in a report
+DEEP = 3  # maximum number of extreme heads at each end of a measure's values
 
 
 def find_extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) -> list[records.Extreme]:
-    """Return up to eight heads with an extreme value of any measure, by decreasing |robust z-score|.
+    """Return up to MOST heads with an extreme value of a measure, by decreasing |robust z-score|.
 
-    Heads are ranked within their part (encoder, decoder, cross). If a module is called several times, its heads are
-    listed once for weights.*, because all calls share the weights.
+    Values are compared among heads of the same part (encoder, decoder, cross). If a module is called several times, its
+    heads are listed once for weights.*, because all calls share the weights.
     """
     candidates: list[tuple[float, records.Extreme]] = []
     for part in dict.fromkeys(record.part for record in heads):
@@ -290,7 +290,10 @@ def find_extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo
 
 
 def _find_ends(info: MeasureInfo, heads: Sequence[Sequence[records.Head]]) -> list[tuple[float, records.Extreme]]:
-    """Return (|robust z-score|, head) for a measure's extreme heads; `heads` lists the calls of each head."""
+    """Return (|robust z-score|, record) for a measure's extreme heads; `heads` lists the calls of each head.
+
+    Return [] if fewer than FEWEST_HEADS heads have a value.
+    """
     by_head = [(calls[0].measures[info.name].value, calls) for calls in heads if info.name in calls[0].measures]
     present = sorted(((value, calls) for value, calls in by_head if value is not None), key=lambda pair: pair[0])
     if len(present) < FEWEST_HEADS:
@@ -321,11 +324,11 @@ def _find_ends(info: MeasureInfo, heads: Sequence[Sequence[records.Head]]) -> li
     return candidates
 
 
-NEVER_RUN = "the model was read from its files and not run; each site was checked against its module, loaded alone"
+NEVER_RUN = "the model was read from its files and not run; each site was checked against its own module instead"
 
 
 def summarise(results: Results) -> records.Summary:
-    """Compute medians over all heads, over the heads of each layer, and on each text; list the extreme heads."""
+    """Compute the measures' medians over all heads, over each layer's heads, and on each text; list extreme heads."""
     heads, seed = results.heads, results.inspection.settings.seed
     by_layer: dict[int, list[int]] = defaultdict(list)
     for place, record in enumerate(heads):
@@ -357,7 +360,7 @@ def summarise(results: Results) -> records.Summary:
 
 
 def _summarise_heads(heads: Sequence[records.Head], seed: int) -> tuple[dict[str, float], dict[str, records.Null]]:
-    """Compute each measure's median over heads with a value, except for categories, and the null of that median."""
+    """Return the median over heads of each measure except categories, and the medians' nulls; both keyed by measure."""
     by_name: dict[str, list[records.Measure]] = defaultdict(list)
     for record in heads:
         for name, measure in record.measures.items():
@@ -377,7 +380,7 @@ def _summarise_heads(heads: Sequence[records.Head], seed: int) -> tuple[dict[str
 def _errors(
     windows: Mapping[str, Tensor], design: Design, groups: Sequence[Sequence[int]], seed: int
 ) -> list[dict[str, float]]:
-    """Compute the standard error of each measure's median in each group; omit errors that can't be estimated."""
+    """Return, for each group of heads, the standard errors of the measures' medians; omit those that are unknown."""
     by_group: list[dict[str, float]] = [{} for _ in groups]
     for name, values in windows.items():
         for errors, error in zip(by_group, median_error(values, design, groups, seed=seed), strict=True):
@@ -387,7 +390,7 @@ def _errors(
 
 
 def _summarise_texts(results: Results, seed: int) -> list[records.TextSummary]:
-    """Compute each measure's median over heads on the windows of each text; [] if there is only one text."""
+    """Summarise each text: the median over heads of each measure's mean over the text's windows; [] for one text."""
     distinct, summaries = list(dict.fromkeys(results.window_texts)), list[records.TextSummary]()
     for text in distinct if len(distinct) > 1 and results.by_measure else ():
         rows = [place for place, name in enumerate(results.window_texts) if name == text]

@@ -1,4 +1,4 @@
-"""Split batches into sequences without padding, collect values per sequence and head, and select what `--show` adds."""
+"""Split batches into sequences, collect values per sequence and head, and select what `--show` adds to a report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ Place = tuple[str, str]  # name of a site, and name of a measure
 
 
 def split_batch(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
-    """Yield (indices of sequences, their queries and keys without padding); scores fit in PIECE_BYTES if possible."""
+    """Yield pieces (row indices, these rows' queries and keys without padding) with scores of at most PIECE_BYTES.
+
+    A piece of one row and one head can exceed PIECE_BYTES.
+    """
     for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         unpadded = query_key.sequences(batch, queries, keys)
         head_bytes = 8 * unpadded.query.shape[-2] * unpadded.key.shape[-2]
@@ -41,7 +44,7 @@ def split_batch(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
 
 
 def split_sequences(query_key: QueryKey) -> Iterator[tuple[int, QueryKey]]:
-    """Yield each sequence of a batch without padding, preceded by its index in the batch."""
+    """Yield (index in the batch, queries and keys without padding) for each sequence that is not only padding."""
     for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         for row in batch:
             yield row, query_key.sequences([row], queries, keys)
@@ -56,7 +59,7 @@ def finite_heads(query_key: QueryKey) -> list[int]:
 
 
 def sequence_numbers(rows: int, batch: texts.Batch, start: int) -> list[int]:
-    """Return the sequence number of each row; some modules split a sequence into several rows (Swin's windows)."""
+    """Return the index of each row's sequence; some modules split a sequence into several rows (Swin's windows)."""
     return [start + row * batch.size // rows for row in range(rows)]
 
 
@@ -100,7 +103,7 @@ class SequenceValues:
 
     @property
     def means(self) -> dict[Place, Float[Tensor, "sequences heads"]]:
-        """Mean of each head over each sequence's rows; NaN if no row has a value."""
+        """Mean value of each head over each sequence's rows, keyed by (site, measure); NaN if no row has a value."""
         return {place: sums / counts for place, (sums, counts) in self.sums.items()}
 
 
@@ -131,7 +134,10 @@ def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequ
 
 
 def decode_sentence(part: Part, loaded: loading.Loaded, batches: Sequence[texts.Batch], number: int) -> Sentence | None:
-    """Decode the tokens of sequence `number` that this part of the model reads; return None if it reads no text."""
+    """Decode the tokens of sequence `number` that this part of the model reads.
+
+    Return None if the part does not read text, or if there is no tokenizer.
+    """
     tokenizer = loaded.tokenizer
     if part in ("vision", "audio") or loaded.kind not in ("text", "seq2seq") or tokenizer is None:
         return None
@@ -163,7 +169,7 @@ def refuse_many_rows(site_calls: Sequence[SiteCall], heads: Sequence[int] | None
 
 
 def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[AttentionRows]:
-    """Return each head's attention rows in the batch's first sequence without padding; [] if all of it is padding."""
+    """Return each head's attention rows in the batch's first sequence, padding removed; [] if it is only padding."""
     first = next((sequence for row, sequence in split_sequences(query_key) if row == 0), None)
     if first is None:
         return []

@@ -1,4 +1,4 @@
-"""Fit a kernel's free parameters to the original kernel of each head, in closed form from calibration text."""
+"""Fit a kernel's free parameters to the original kernel of each head, from calibration text."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ LARGEST, HALVINGS = 30.0, 50  # bound on |log γ|, and number of halvings of [�
 class NearShares:
     """Fit of γ, the weight of near keys, that minimises Σ KL(original ‖ hybrid) over queries with near and far keys.
 
-    The derivative is Σ γN/(γN + F) minus the sum of the original shares of near keys; it increases with log γ. N is the
-    weight of near keys at γ = 1, and F is the weight of far keys and the sink.
+    The derivative with respect to log γ is Σ γN/(γN + F) minus the sum of the original shares of near keys; the
+    derivative increases with γ. N is the weight of a query's near keys at γ = 1, and F that of its far keys and sink.
     """
 
     kernel: Kernel  # the hybrid with its fitted parameters, and γ = 1
-    original: list[Float[Tensor, "heads queries"]] = field(default_factory=list)  # share of near keys, per batch
-    odds: list[Float[Tensor, "heads queries"]] = field(default_factory=list)  # log N/F
+    original: list[Float[Tensor, "heads queries"]] = field(default_factory=list)  # share of near keys, by batch
+    odds: list[Float[Tensor, "heads queries"]] = field(default_factory=list)  # log N/F, by batch
 
     def update(self, call: Call) -> None:
         """Add a batch: append log(N/F) of each query and its share of near keys in the original model."""
@@ -55,7 +55,7 @@ class NearShares:
         self.odds.append((inside.log() - outside.log()).transpose(0, 1).flatten(1).cpu())
 
     def best(self) -> dict[str, Tensor]:
-        """Find log γ by bisection (0 if no query is usable); return it with the hybrid's other fitted parameters."""
+        """Find each head's log γ by bisection (0 if no query has near and far keys); return all fitted parameters."""
         original, odds = torch.cat(self.original, -1), torch.cat(self.odds, -1)
         usable = odds.isfinite()
         low, high = (torch.full((len(original),), bound, dtype=torch.float64) for bound in (-LARGEST, LARGEST))
@@ -114,7 +114,7 @@ def _append_sink(call: Call, rows: Tensor) -> Tensor:
 
 
 def fit(setup: SwapSetup, batches: texts.Batches, progress: AddSteps) -> hooks.Swaps:
-    """Fit the swaps' parameters per head: by least squares, then by `Search` or, for hybrids, by `NearShares`."""
+    """Fit the swaps' parameters per head: in closed form, then by `NearShares` (hybrids) or `Search` (typed values)."""
     swaps = setup.swaps
     fits = _create_fits(swaps)
     map_fits = [(site, each) for site, each in fits.items() if isinstance(each, MapsFit)]
@@ -167,7 +167,7 @@ def _update_fits(
     batches: Iterable[texts.Batch],
     progress: AddSteps = lambda _: None,
 ) -> None:
-    """Run the original model on each batch, and update each fit with its site's swapped heads, without padding."""
+    """Run the original model on each batch; pass the calls at each fit's site (swapped heads, unpadded) to the fit."""
 
     def answer(site: Site, call: Call) -> None:
         if site in fits:
@@ -186,10 +186,11 @@ def _update_fits(
 def sample_gradients(
     setup: SwapSetup, chosen: Collection[Site], fed: Fed, generator: torch.Generator
 ) -> tuple[dict[Site, Call], dict[Site, Tensor], dict[Site, Tensor], int]:
-    """Run a batch with targets drawn from the model's predictions; raise ModelError if their loss has no gradient.
+    """Run a batch with targets drawn from the model's predictions.
 
     Return all calls, the outputs (batch, queries, heads, value_dim) of the chosen sites, the gradients of the summed
-    loss in nats with respect to these outputs, and the number of targets.
+    loss in nats with respect to these outputs, and the number of targets. Raise ModelError if the predictions are
+    missing or have no gradient.
     """
     model, calls, outputs = setup.loaded.model, dict[Site, Call](), dict[Site, Tensor]()
 
@@ -224,7 +225,7 @@ def set_rotations(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]]) -> Non
 
 
 def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Sequence[Fed]) -> None:
-    """Set the output metric of fits that need one. Raise ModelError if the model has no predictions or gradient."""
+    """Set the output metric of fits that need one. Raise ModelError if predictions or gradients are missing."""
     by_output = [(site, fit) for site, fit in fits if fit.by_output]
     first, left = list[Fed](), SEQUENCES if by_output else 0
     for batch in fed:
@@ -239,7 +240,7 @@ def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Seq
 
 
 def find_turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
-    """Return the rotation of each site's keys as frequencies, or the reason why it can't be inverted."""
+    """Return the rotation of each site's keys as frequencies, or the reason why it is unknown."""
     inputs = texts.placeholder(loaded, 64, 0).batches[0].inputs
     site_calls = [each for each in hooks.survey(loaded.model, inputs) if each.site in sites]
     rotations = zip(site_calls, model_weights.rotations(loaded.model, site_calls), strict=True)
@@ -265,7 +266,7 @@ def _read_turn(call: Call, rotation: Rotation | UnreadableError | None) -> Turn 
 
 
 def output_metrics(setup: SwapSetup, fed: Iterable[Fed]) -> dict[Site, Float[Tensor, "heads value_dim value_dim"]]:
-    """Compute each head's Σ g gᵀ over tokens, where g = ∂loss/∂o is the gradient with respect to its output o.
+    """Compute each head's Σ g gᵀ over tokens, where g = ∂loss/∂o is the gradient with respect to the head's output o.
 
     The loss has targets sampled from the predictions. The sum over n tokens estimates n W_Oᵀ F W_O, where F is the
     predictions' Fisher information at the residual stream (Martens 2020, Eq. 7); a fit does not depend on n.

@@ -75,7 +75,7 @@ class SwapSession:
     fed: list[Fed]  # the evaluated sequences with their targets
     design: Design  # how the evaluated sequences were sampled
     progress: Progress
-    ranks: RankStep | None = None  # chooses the ranks; None: the kernel is fitted
+    ranks: RankStep | None = None  # chooses the ranks; None: no ranks are chosen
     train: Callable[[KernelRun, texts.Batches], None] | None = None  # adds a stage `healed`; None: no training
     calibrated: texts.Batches | None = None  # the text for fitting and healing
     rank_parts: Sequence[texts.Batches] = ()  # parts of the calibration text used to choose ranks
@@ -87,12 +87,12 @@ class SwapSession:
     missed: dict[str, str | None] = field(default_factory=dict)  # attention that is not a site, see `hooks.Survey`
     model_heads: int = 0  # number of heads of all sites
     identity_error: float = 0.0  # relative change of the outputs if attention is recomputed
-    controls: dict[object, ChangedModel] = field(default_factory=dict)  # by kernels at each site; for all kernels
+    controls: dict[object, ChangedModel] = field(default_factory=dict)  # unfitted ones, by `kernels_by_site`
     timings: dict[str, float] = field(default_factory=dict)
     measures: SweptMeasures | None = None  # computed at the first sweep of heads
 
     def survey(self) -> None:
-        """Find, verify and select the requested sites. Raise UsageError if a kernel is undefined at a site."""
+        """Find and verify all sites, and select the requested ones. Raise UsageError if a kernel is undefined there."""
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
             self.identity_error = checks.require_identity(self.loaded, self.probe)
@@ -109,7 +109,7 @@ class SwapSession:
         return SwapSetup(self.loaded, self.sites, swaps, self.task, self.seed, self.options.path)
 
     def variant(self, changed: ChangedModel, path: Route | None = None) -> Variant:
-        """Return a function whose context manager swaps in kernels and weights; `path` overrides `changed.path`."""
+        """Return a function that opens a context with changed kernels and weights; `path` overrides `changed.path`."""
 
         @contextmanager
         def replace_attention() -> Iterator[None]:
@@ -132,7 +132,7 @@ class SwapSession:
 
     @property
     def probe(self) -> dict[str, Tensor]:
-        """The first two evaluated sequences, used for the checks."""
+        """Inputs of the first two evaluated sequences (or of the only one), used for the checks."""
         return texts.first(self.fed[0].inputs, 2)
 
     @property
@@ -142,7 +142,7 @@ class SwapSession:
 
     @cached_property
     def original_peak(self) -> int | None:
-        """Peak memory in bytes of the original model; None if unknown."""
+        """Peak memory in bytes of the original model's pass over the first batch; None if unknown."""
         return self.peak
 
     @cached_property
@@ -201,7 +201,10 @@ class ChangedModel:
     agreement: Agreement | str | None = None  # of greedy continuations, or why it is unknown; None: not measured
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str) -> Outcome:
-        """Return differences and agreement of continuations as a record; `window` is the width for `beyond_window`."""
+        """Return differences and agreement of continuations as a record.
+
+        `window` is the number of keys for `beyond_window`, or the reason why there is no number.
+        """
         assert self.differences is not None  # noqa: S101  # measured before anything is recorded
         outcome = self.differences.outcome(seed, texts, window)
         if isinstance(self.agreement, str):
@@ -233,7 +236,7 @@ class ControlSwap:
 
 
 def kernels_by_site(swaps: hooks.Swaps) -> tuple[tuple[Site, str], ...]:
-    """Return the spelling of the kernel at each site, which identifies kernels without fitted parameters."""
+    """Return the pairs (site, kernel's spelling), which identify kernels that have no fitted parameters."""
     return tuple((site, swap.kernel.spelling) for site, swap in swaps.items())
 
 
@@ -281,7 +284,7 @@ def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list
 
 
 def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: Mapping[Site, HeadShape]) -> int | str:
-    """Return the window width of the kernel or else of its same-size control, or else 64; or why no window applies."""
+    """Return the widest window of the kernel, else of its same-size control, else 64; or why no window applies."""
     windows = [each.model.swaps for each in controls if each.role == "same size" and each.model is not None]
     for kernels in (swaps, *windows):
         filters = [swap.kernel.filter or swap.kernel.near for swap in kernels.values()]
@@ -424,21 +427,21 @@ class KernelRun:
 
     @property
     def measured(self) -> dict[str, Differences]:
-        """Measurements by stage."""
+        """Differences from the original model, by measured stage."""
         return {name: stage.differences for name, stage in self.stages.items() if stage.differences is not None}
 
     @property
     def keep(self) -> Keep:
-        """Function that stores and reuses parts of long computations."""
+        """Function that stores and reuses parts of long computations; without a store, it only computes them."""
         return keep_nothing if self.store is None else self.store.compute
 
     def start_stage(self, stage: str, total: int) -> AddSteps:
-        """Start a stage, whose name includes the kernel if there are several; return the function for its progress."""
+        """Start a stage; with several kernels, its name includes the kernel. Return a function that adds steps."""
         label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
         return start_stage(self.session.progress, label, total)
 
     def _fit(self) -> None:
-        """Choose ranks, or fit the kernel: its stage is `swapped` if it requires a fit, otherwise `fitted`."""
+        """Choose ranks, or fit the kernel if required (stage `swapped`) or requested by an option (stage `fitted`)."""
         session, kernel, swaps = self.session, self.kernel, self.last.swaps
         if session.ranks is not None:
             self.stages["swapped"] = ChangedModel(session.ranks.choose(self))
@@ -451,7 +454,7 @@ class KernelRun:
         self.stages["swapped" if kernel.needs_fit else "fitted"] = ChangedModel(fitted)
 
     def _compare(self) -> None:
-        """Build the controls, and measure them and the stages so far."""
+        """Build the controls; measure the stages so far and, if requested, the controls."""
         session, swaps = self.session, self.last.swaps
         controls, self.state = build_controls(swaps, session.shapes), mean_state(swaps, session.shapes)
         self.window = choose_window(swaps, controls, session.shapes)
@@ -479,7 +482,7 @@ class KernelRun:
 
     @property
     def control_models(self) -> list[ChangedModel]:
-        """Models of all controls that were not refused."""
+        """Models of all controls that exist and were not refused."""
         return [control.model for control in self.controls if control.model is not None]
 
     def measure(self, models: Iterable[ChangedModel]) -> None:
@@ -572,7 +575,7 @@ class KernelRun:
                 yield f"No {control.role} control: {control.reason}."
 
     def _sweep(self, swap: Swap) -> Swap:
-        """Add the effect of each head or layer, and predictors; if the user interrupts, add only a note."""
+        """Return `swap` with the effects of heads or layers and, for heads, predictors; if interrupted, with a note."""
         session, options, swaps, seed = self.session, self.session.options, self.last.swaps, self.session.seed
         fitted = hash_json(hash_parameters(swaps))
 

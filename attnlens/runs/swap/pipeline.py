@@ -39,7 +39,7 @@ from attnlens.runs.work import Compute, WorkPlan, run_units
 
 FILES = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts", "ranks", "save")
 """Options that name files. They are not facts of a run, but the contents of the input files are."""
-FITTING = 32  # calibration sequences that a fit reads
+FITTING = 32  # number of calibration sequences to cut for a fit
 Model = str | PathLike[str] | loading.Loaded  # name or path of a model, or a model in memory
 
 
@@ -121,13 +121,13 @@ class SwapWork(SwapSession):
             raise UnsavedError(error, report) from error
 
     def finish(self) -> Report:
-        """Run the work, remove the stored units, and return the report."""
+        """Run the work, remove the stored units unless a kernel failed, and return the report."""
         report, clear = self.run()
         clear()
         return report
 
     def read_unit(self, name: str) -> KernelResult:
-        """Run one kernel; finished parts of its fit, sweep and healing are stored until all of it is finished."""
+        """Run one kernel; finished parts of its fit, sweep and healing are stored until the kernel is finished."""
         kernel = self.kernels[name]
         store = None if self.store is None else self.store.inside(name)
         swaps = {site: Replacement(kernel, heads) for site, heads in self.chosen.items()}
@@ -151,9 +151,9 @@ def swap_kernel(
 ) -> Report:
     """Compare loss, predictions and hidden states of a model under other kernels with those of the original model.
 
-    `kernels` are spelled as on the command line (`rbf:gamma=1+window:64`); several kernels are compared. If
-    `model` is a name, finished work is stored, and the same call resumes from it. Raise UsageError,
-    ModelError, TextError, OutputError, IdentityError, and Interrupted, which contains the finished results.
+    `kernels` is one spelling, or several, as on the command line (`rbf:gamma=1+window:64`). If `model` is a name,
+    finished work is stored, and the same call resumes from the stored work. Raise UsageError, ModelError, TextError,
+    OutputError, IdentityError, and Interrupted, which contains the finished results.
     """
     return swap_work(model, words("kernels", kernels), request, progress).finish()
 

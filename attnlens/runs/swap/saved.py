@@ -1,4 +1,4 @@
-"""Save a swapped model as an ordinary model folder with attnlens.json, and load one with its kernel."""
+"""Save a swapped model as an ordinary model folder with attnlens.json, and load such a folder with its kernel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class UnsavedError(OutputError):
 
 
 class SavedSite(Record):
-    """One site of the model, with the fields of `records.Site`."""
+    """One site of the model: fields of `records.Site`, and the swapped heads."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -61,7 +61,7 @@ class SavedSwap(Record):
     kernel: str  # spelled as on the command line
     sites: list[SavedSite]  # all sites of the model, in execution order
     swapped: list[int]  # numbers of the swapped layers
-    fitted: dict[str, list[int]]  # shape of each fitted parameter, keyed by `layer.name`
+    fitted: dict[str, list[int]]  # shape of each fitted parameter, keyed by `LAYER.NAME`
     files: dict[str, str]  # SHA-256 of each file of weights or fitted parameters, keyed by file name
 
 
@@ -137,9 +137,10 @@ class Swapped:
 
 @arguments.public
 def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
-    """Load a model that `swap-kernel --save` wrote, with its kernel in place; `loading` are options of `load`.
+    """Load a model that `--save` wrote, with its kernel in place; `loading` are options of `load`.
 
-    Raise ModelError if the folder does not contain such a model, or if a file has changed since it was saved.
+    Raise ModelError if the folder does not contain such a model, or if a file was changed after it was saved.
+    Raise UsageError for invalid options.
     """
     loaded, sites, swaps = restore_saved(Path(arguments.path("folder", folder)), **loading)
     replacing = ExitStack()
@@ -197,7 +198,7 @@ def _read_facts(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
 
 
 def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> None:
-    """Raise ValueError if a weight file is missing, is not listed in attnlens.json, or differs from its hash there."""
+    """Raise ValueError if a weight file is missing, is not listed in attnlens.json, or has another hash than listed."""
     present = {path.name for path in place.glob("*.safetensors")}
     changed = {name for name, digest in digests.items() if facts.files.get(name, digest) != digest}
     if wrong := sorted(present ^ facts.files.keys() | changed):
@@ -205,7 +206,7 @@ def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> N
 
 
 def _check_sites(facts: SavedSwap, site_calls: Sequence[hooks.SiteCall]) -> None:
-    """Raise ValueError if attnlens.json and the model have different sites, or a swapped head or layer is missing."""
+    """Raise ValueError if attnlens.json lists other sites than the model has, or invalid swapped heads or layers."""
     sites = [SavedSite.model_validate(each.site) for each in site_calls]
     if [saved.model_copy(update={"heads": None}) for saved in facts.sites] != sites:
         raise ValueError(f"{FACTS} lists attention that the model lacks, or omits attention that it has")
@@ -218,7 +219,7 @@ def _check_sites(facts: SavedSwap, site_calls: Sequence[hooks.SiteCall]) -> None
 
 
 def _build_swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor]) -> hooks.Swaps:
-    """Return the kernel of each swapped site. Raise ValueError if a site lacks parameters that other sites have."""
+    """Return each swapped site's kernel and heads. Raise ValueError if some sites lack parameters that others have."""
     kernel = parsed(facts.kernel, allow_signed=True)
     by_layer: dict[int, dict[str, Tensor]] = {layer: {} for layer in facts.swapped}
     for full_name, value in fitted.items():

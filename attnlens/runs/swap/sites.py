@@ -44,7 +44,7 @@ class SwapSetup:
 
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE
-PADDING = 4  # number of padding tokens whose content is changed
+PADDING = 4  # maximum number of padding tokens whose content is changed
 NO_ROWS = "the model returns no output per token"
 MASKS = {"decoder_input_ids": "decoder_attention_mask", "input_ids": "attention_mask"}  # mask of each kind of ids
 
@@ -74,9 +74,10 @@ def refuse_random(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> None:
 def measure_leaks(
     loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = ""
 ) -> dict[str, float | str]:
-    """Measure `causality_error` and `mask_error`, or explain why either does not apply. Raise IdentityError on a leak.
+    """Return `causality_error` and `mask_error`, each a number or the reason for a missing number.
 
-    `user` is the name of the kernel if a user registered it: the error then asks the user to correct it.
+    Raise IdentityError on a leak. `user` is the kernel's name if a user registered it; the remedy then asks for a
+    correction of the kernel.
     """
     decodes = any(site.part == "decoder" for site in sites)
     causality: float | str = "every token of this model can attend to every other token"
@@ -89,7 +90,7 @@ def measure_leaks(
 def causality_error(
     loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = ""
 ) -> float | str:
-    """Measure how much outputs in the first half of causal sequences change, relatively, if ids in the second half do.
+    """Measure the relative change of outputs in the first half of sequences if the ids in the second half change.
 
     Return the reason if this can't be measured. Raise IdentityError if only the new kernel causes a change.
     """
@@ -103,7 +104,7 @@ def causality_error(
 def mask_error(
     loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = "", *, left: bool
 ) -> float | str:
-    """Measure how much outputs at real tokens change, relatively, if the padding before (`left`) or after them does.
+    """Measure the relative change of outputs at real tokens if the padding before (`left`) or after them changes.
 
     Return the reason if this can't be measured. Raise IdentityError if only the new kernel causes a change.
     """
@@ -124,7 +125,10 @@ def _check_error(
     flaw: str,
     user: str,
 ) -> float | str:
-    """Return the relative error, or why it is unknown; raise IdentityError if it is large only with the new kernel."""
+    """Return the outputs' relative change, or why it is unknown.
+
+    Raise IdentityError if the change is large only with the new kernel.
+    """
     error = _relative_difference(loaded, pair, variant, positions)
     if error is None:
         return NO_ROWS
@@ -141,7 +145,7 @@ def _check_error(
 
 
 def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
-    """Replace the last tokens by random padding, put in front if `left`; `position_ids` do not count padding."""
+    """Replace the last tokens by random padding; if `left`, put it in front, and start to count positions after it."""
     ids, mask = inputs["input_ids"].clone(), inputs["attention_mask"].clone()
     padding = min(PADDING, ids.shape[1] // 2)
     ids[:, -padding:] = _draw_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
@@ -157,7 +161,10 @@ def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, le
 def _relative_difference(
     loaded: Loaded, pair: Sequence[Mapping[str, Tensor]], variant: Variant, positions: slice
 ) -> float | None:
-    """Compute the relative difference of two inputs' outputs at real tokens in `positions`; None if it is unknown."""
+    """Compute the relative difference of two inputs' outputs at the real tokens in `positions`.
+
+    Return None if the model returns no output per token.
+    """
     with torch.no_grad(), variant():
         results = [hooks.forward(loaded.model, inputs, output_hidden_states=True) for inputs in pair]
     name = next(name for name in MASKS if name in pair[0])
@@ -170,13 +177,13 @@ def _relative_difference(
         return None
     visible = slice(None) if mask is None else mask[:, positions].bool()
     a, b = (part[:, positions][visible].double() for part in (original, new))
-    # NaN at the same places counts as equal: a kernel that diverges does not leak, and its loss reports it.
+    # NaN at the same places counts as equal: a kernel that diverges does not leak, and the loss shows that it diverges.
     same = torch.equal(a.nan_to_num(), b.nan_to_num())
     return 0.0 if same else float((a - b).norm() / a.norm().clamp_min(1e-30))  # a can be 0
 
 
 def _output_tensors(result: ModelOutput) -> Iterator[Tensor]:
-    """Yield floating-point outputs, including nested ones (CLIP's text model), with logits or decoder states first."""
+    """Yield floating-point outputs, also nested ones (CLIP's text model), and the last hidden states, in order."""
     for name, value in result.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             yield value
@@ -210,14 +217,15 @@ def replaced(
         with attnlens.replaced(model, "rbf:gamma=1", layers=[2, 3]):
             loss = model(**batch, labels=batch["input_ids"]).loss
 
-    `layers`, `heads` and `part` (encoder, decoder, cross, or a tower) select the attention to replace (None: all).
-    A pass on made-up inputs, or on `batch` if the model needs other inputs, finds the sites. On entry, recomputing the
-    model's own attention must reproduce its outputs, and a forward pass with the new kernel must succeed. The
-    context manager's value counts the calls of each module in `calls`. On exit, the model's own attention is restored.
+    `layers`, `heads` and `part` (encoder, decoder, cross, vision, audio or text) select the attention to replace
+    (None: all). A forward pass on `batch`, or by default on made-up inputs, finds the sites. Before the block,
+    recomputing the model's own attention must reproduce the model's outputs, and a forward pass with the new kernel
+    must succeed. The value of the context manager counts the calls of each module in `calls`. On exit, the model's own
+    attention is restored.
 
     Raise UsageError for a kernel that cannot be parsed, needs calibration text or is undefined at a site, ModelError
-    for attention that cannot be replaced, and IdentityError if recomputing the model's own attention changes its
-    outputs. On exit, raise ModelError if a replaced site was never called.
+    for attention that cannot be replaced, and IdentityError if recomputing the model's own attention changes the
+    model's outputs or the kernel is not deterministic. On exit, raise ModelError if a replaced site was never called.
     """
     new = parsed(word("kernel", kernel), allow_signed=switch("allow_signed", allow_signed))
     if new.needs_fit:
@@ -253,7 +261,10 @@ def choose_sites(
     heads: Sequence[int] | None,
     part: Part | None,
 ) -> dict[Site, tuple[int, ...] | None]:
-    """Return the chosen sites with heads (None: all); raise UsageError or ModelError if a site can't be swapped."""
+    """Map each chosen site to its chosen heads (None: all).
+
+    Raise UsageError or ModelError if no site is chosen, or if a site can't be swapped.
+    """
     heads_of = {each.site: each.call.query.shape[1] for each in survey.sites}
     checks.check_selection(layers, heads, survey.sites)
     chosen: dict[Site, tuple[int, ...] | None] = {}
@@ -279,7 +290,7 @@ def choose_sites(
 
 
 def head_shapes(site_calls: Sequence[SiteCall], chosen: Mapping[Site, tuple[int, ...] | None]) -> dict[Site, HeadShape]:
-    """Return the shape of each chosen site's heads; its `tokens` is the length of the surveyed inputs."""
+    """Return the shape of each chosen site's heads; `tokens` is the number of keys in the surveyed inputs."""
     shapes = {}
     for site, call in ((each.site, each.call) for each in site_calls if each.site in chosen):
         visible, heads = call.visible(), chosen[site] or range(call.query.shape[1])
@@ -299,11 +310,11 @@ PRIMAL = (
     "mask, the scores are those of running means of queries and keys; without a mask, a token sees no other token "
     "(except through samples)."
 )
-CONSTANT = 1e-4  # largest relative spread of ‖k‖ of equally long keys; 2 eps of the dtype if that is larger
+CONSTANT = 1e-4  # largest relative spread of the norms of keys that count as equally long; or 2 eps of the dtype
 
 
 def measure_sites(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> tuple[list[SiteSwap], list[str]]:
-    """Compare the outputs of each swapped site with the original's for the same inputs; return records and notes."""
+    """Compare each swapped site's outputs with its original kernel's for the same inputs; return records and notes."""
     records, counts, path = list[SiteSwap](), Counter[str](), setup.path
 
     def visit(site: Site, call: Call) -> None:
@@ -348,7 +359,7 @@ def _special_properties(call: Call, kernel: Kernel) -> dict[str, bool]:
 
 
 def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]:
-    """Yield notes for the report; `special` maps each special property to its number of sites, in words."""
+    """Yield notes for the report; `special` maps a property to a phrase such as `3 of 4 sites`."""
     info = kernel.info
     if info.form == "output":
         yield PRIMAL
@@ -365,7 +376,8 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]
     if "biased" in special:
         yield f"The model adds a position bias at {special['biased']}; it is added to log k too."
     if "sinking" in special:
-        yield f"The model has attention sinks at {special['sinking']}; log k keeps all its terms."
+        effect = "terms of log k that depend only on the query have an effect there"
+        yield f"The model has attention sinks at {special['sinking']}; {effect}."
     if "constant" in special and info.equal_lengths:
         where = f"{special['constant']} (QK-norm of unit gain)"
         yield f"All keys of a head have the same length at {where}; there, {info.name} is {info.equal_lengths}."

@@ -41,12 +41,12 @@ class SweptMeasures:
     """Scalar measures of the heads that a sweep swaps."""
 
     values: dict[str, Float[Tensor, " units"]]  # by name; NaN for heads without a value
-    windows: dict[str, Float[Tensor, "windows units"]]  # values per sequence, for measures that average over them
+    windows: dict[str, Float[Tensor, "windows units"]]  # values per sequence, for measures averaged over sequences
     reasons: dict[str, str]  # why a measure is missing: no head has a value, or all values are equal
 
 
 def measure_heads(loaded: Loaded, batches: texts.Batches, settings: Settings, units: Sequence[Unit]) -> SweptMeasures:
-    """Compute the measures of `inspect` for these heads, from one pass over the batches and from the weights."""
+    """Compute the scalar measures of `inspect` for the heads in `units`, from weights and one pass over the batches."""
     analyzers = registry.select_sweep_analyzers()
     sites = checks.survey_model(loaded, batches.batches[0].inputs).sites
     run = PreparedRun(loaded, settings, analyzers)
@@ -72,7 +72,10 @@ def measure_heads(loaded: Loaded, batches: texts.Batches, settings: Settings, un
 
 
 def find_predictors(alone: UnitEffects, measures: SweptMeasures, seed: int) -> tuple[list[Predictor], Prediction]:
-    """Correlate each measure with the heads' harm (rise in loss), and sort by corrected p; omit diverged heads."""
+    """Correlate each measure with the heads' harm (rise in loss or distance); omit heads that diverged.
+
+    Return the predictors, sorted by corrected p, and a summary.
+    """
     harm, rises = alone.harms, alone.changed - alone.original
     names, left_out = list(measures.values), dict(measures.reasons)
     table = torch.stack(list(measures.values.values())) if names else torch.zeros(0, len(harm), dtype=torch.float64)
@@ -87,7 +90,7 @@ def find_predictors(alone: UnitEffects, measures: SweptMeasures, seed: int) -> t
     finite = ~harm.isnan()
     reliability = split_half(rises[finite].mT, alone.sizes, alone.design, seed)
     known = not math.isnan(reliability)
-    why = "fewer than two windows or four heads with a value, or all harms are equal"
+    why = "fewer than two windows, fewer than four heads with a value, or equal harms of all heads"
     return predictors, Prediction(
         heads=len(harm),
         diverged=int((~finite).sum()),
@@ -194,7 +197,10 @@ def sweep(
     progress: AddSteps,
     keep: Keep = keep_nothing,
 ) -> UnitEffects:
-    """Measure the loss with each unit swapped alone; reuse outputs of earlier blocks. `keep` stores each result."""
+    """Measure the loss (or distance) with each unit swapped alone; reuse outputs of earlier blocks.
+
+    `keep` stores each result.
+    """
     blocks, task = hooks.blocks(setup.loaded.model, batches[0].inputs), setup.task
     before: list[Tensor] = []
     after: dict[Unit, list[Tensor]] = defaultdict(list)
@@ -224,7 +230,7 @@ class SweptBatch:
 
     @cached_property
     def original(self) -> tuple[dict[str, object], Tensor, Tensor]:
-        """Block outputs, predictions and loss per sequence of the original model."""
+        """The original model's block outputs, its predictions (or hidden states), and its loss on each sequence."""
         with hooks.record_outputs(self.blocks) as outputs:
             original = self._run()
         return outputs, original, _losses(original, original, self.fed, self.setup.task)
@@ -261,6 +267,7 @@ def _losses(original: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
         mask = fed.inputs.get("attention_mask", torch.ones_like(distance))
         mask = mask if mask.shape == distance.shape else torch.ones_like(distance)
         return ((distance * mask).sum(1) / mask.sum(1)).clamp_min(0).cpu()  # negative values are rounding errors
+    # without targets, the original's most likely prediction is the target
     targets = original.argmax(-1, keepdim=True) if fed.targets is None else fed.targets
     if fed.noise:
         return sequence_means(divergence(original, new), targets != NOTHING)[0].clamp_min(0)
@@ -268,7 +275,7 @@ def _losses(original: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
 
 
 def _sequence_weights(fed: Fed, task: Task) -> Tensor:
-    """Return each sequence's weight in means: its predicted tokens (real tokens for the task `hidden`), or 1."""
+    """Return each sequence's weight in means: its number of predicted (for `hidden`, real) tokens; 1 if unknown."""
     if task == "hidden" and "attention_mask" in fed.inputs:
         return fed.inputs["attention_mask"].sum(1).double().cpu()
     if fed.targets is None:
