@@ -63,7 +63,7 @@ ReadHashes = PlainValidator(lambda files: frozenset(file["sha256"] for file in f
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Model of the atlas, or one part of it."""
+    """A model in the atlas, or one part (encoder or decoder) of a model."""
 
     name: str
     lineage: str  # name shared by a model and all models tuned from it; a lineage counts once in averages

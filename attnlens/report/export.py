@@ -35,10 +35,11 @@ def summary(
     verbose: bool = False,
     written: Written | None = None,
 ) -> Document:
-    """Build the summary for a terminal: findings, the tokens selected by requested heads, and what the flags add.
+    """Build the summary for a terminal: the sections of the screen, and the sections that the flags add.
 
-    `whole` builds the summary for Markdown, with every measure and note but without selections; `all_heads` adds all
-    tables, with every head; `verbose` adds how the report was made. `written` lists the files that the command writes.
+    `whole` builds the summary for Markdown instead, with every measure and note but without selections. `all_heads`
+    adds all tables, with every head; `verbose` adds how the report was made. `written` lists the files that the command
+    writes.
     """
     flags: dict[View, bool] = {"screen": not whole, "markdown": whole, "terminal": all_heads, "verbose": verbose}
     views = [view for view, chosen in flags.items() if chosen]
@@ -60,7 +61,7 @@ def glance(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def pictures(report: Report) -> list[Picture]:
-    """Return all pictures of a report, the overview first. Raise UsageError if there is nothing to draw."""
+    """Return all pictures of a report, the overview first. Raise UsageError like `list_pictures`."""
     from attnlens.report.pictures import list_pictures  # imported in functions, as below, because it loads matplotlib
 
     return list_pictures(Shapes(report))

@@ -26,7 +26,7 @@ class Report(records.Report):
 
         A picture named after a measure (`symmetry.pdf`) shows that measure, any other picture the overview; the
         caption is written to a second file (`symmetry.pdf.txt`). `bare` omits title and notes, for a paper.
-        Raise OutputError for another suffix or if the path can't be written, UsageError if there is nothing to draw.
+        Raise OutputError for another suffix or if the path can't be written, UsageError if the picture can't be drawn.
         """
         from attnlens.report import export
         from attnlens.report.pictures.style import FORMATS

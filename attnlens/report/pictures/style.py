@@ -146,7 +146,7 @@ def tick_positions(count: int, most: int) -> list[int]:
 
 
 def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
-    """Label the first and the last tick, and others at least a share `gap` of the axis away from all labelled ticks."""
+    """Label the first and last tick, and others at least a share `gap` of the axis away from every labelled tick."""
     places = axis.get_transform().transform(np.asarray(ticks, dtype=float))
     span = float(np.ptp(places)) or 1.0
     labelled = sorted({0, len(ticks) - 1})

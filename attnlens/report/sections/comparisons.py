@@ -98,7 +98,7 @@ def _task_lines(study: StudyTable, task: StudyColumn, cells: list[StudyCell]) ->
 
 
 def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
-    """Yield how many pairs of cells are ordered as in the paper, Kendall's τ with its interval, and reversed pairs."""
+    """Yield sentences: how many pairs of cells are ordered as in the paper, Kendall's τ, and the reversed pairs."""
     for order in (order for order in study.orderings if order.task == task.name):
         total = order.agree + order.disagree + order.undecided
         yield clean(
@@ -215,7 +215,7 @@ def rank_distances(comparison: Comparison) -> list[str]:
 
 
 def effect_sizes(comparison: Comparison) -> dict[str, float]:
-    """Return the unit of each measure's changes: its interquartile range over the first model's heads, if defined."""
+    """Map each measure to the unit of its changes, its interquartile range over the first model's heads, if known."""
     rows = (row for row in comparison.rows if not row.measure.startswith(DISTANCE))
     return {row.measure: row.smallest / SMALLEST_SHARE for row in rows if row.smallest is not None}
 
@@ -259,7 +259,7 @@ def _prediction_section(comparison: Comparison) -> Iterator[Section]:
 
 
 def _head_sections(report: Report, comparison: Comparison, most: int | None) -> Iterator[Section]:
-    """Yield a table of at most `most` heads with a significant change, sorted by `rank_distances`, largest first."""
+    """Yield a table of the heads with a named change, largest distance (`rank_distances`) first, up to `most` heads."""
     by_head: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for change in comparison.rows:
         by_head[change.layer, change.head][change.measure] = change
@@ -306,7 +306,7 @@ def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
 
 
 def _least_changes(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """Yield (measure, text) for each tokens.* measure; the text states its smallest detectable change."""
+    """Yield (measure, text) for each tokens.* measure; the text states the smallest change that can be detected."""
     sizes = effect_sizes(comparison)
     known = [row for row in comparison.rows if row.se is not None and source_of(row.measure) == "tokens"]
     for name, values in group_pairs((row.measure, row.least) for row in known if row.least is not None).items():
