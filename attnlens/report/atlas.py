@@ -131,7 +131,7 @@ def model_of(entry: Mapping[str, object]) -> TrainedModel:
 
 @lru_cache(1024)  # called for every head of a page
 def reference(measure: str, depth: Third, subject: Subject) -> Reference:
-    """Return the heads of other trained models with which to compare a measure in the subject's part, at this depth."""
+    """Return the atlas heads at this depth with which to compare a measure of the subject's heads, or a reason."""
     if not any(measure in model.measures for model in models()):
         return Reference(reason=f"the atlas lacks {measure}")
     if sized_by := find_measure(measure).sized_by:

@@ -68,7 +68,10 @@ def pictures(report: Report) -> list[Picture]:
 
 
 def overview(report: Report) -> Picture:
-    """Return the overview or, for a single selection, its picture. Raise UsageError if there is nothing to draw."""
+    """Return the overview or, if an inspection has a single selection, the selection's picture.
+
+    Raise UsageError like `list_pictures`.
+    """
     first, *others = pictures(report)
     return others[-1] if report.kind == "inspection" and len(report.inspection.selections) == 1 else first
 
@@ -144,10 +147,10 @@ ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
 def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, Callable[[], tuple[bytes, str]]]:
     """Return the picture files to write, each with a function that draws it and returns its bytes and its caption.
 
-    A folder gets every picture. A file named after a measure (`weights.symmetry.pdf` or `symmetry.pdf`) gets the
-    picture of this measure, any other file the overview. `bare` pictures show no title or caption. Raise UsageError if
-    the report has nothing to draw or lacks the measure, or if several measures have that name; OutputError for another
-    suffix.
+    A folder gets every picture. A file named after a measure (`weights.symmetry.pdf` or `symmetry.pdf`) or another
+    picture gets this picture, any other file the overview. `bare` pictures show no title or caption. Raise UsageError
+    if there is nothing to draw, if the measure cannot be drawn, or if several measures have that name; OutputError for
+    another suffix.
     """
     from attnlens.report.render.html import encode_picture, file_names, is_file
 

@@ -140,7 +140,7 @@ class Shapes:
 
     @cached_property
     def shares(self) -> dict[str, list[str]]:
-        """Sets of measures that are ≥ 0 and sum to 1 in every head with a value of each: `tokens.kernel_shares` → list.
+        """Sets of measures that are ≥ 0 and sum to 1 in every head with all values: `tokens.kernel_shares` → names.
 
         Measures without a set in the registry are grouped by the stem of their names (`other.share_…`). Sets are
         sorted by the number of heads that have them, then by their number of measures, both descending.

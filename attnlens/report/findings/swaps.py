@@ -128,7 +128,7 @@ def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None
 
 
 def _recovery(swap: Swap, method: str) -> Finding | None:
-    """State the share of the cost that training recovers."""
+    """State the share of the rise in the loss that training recovers; None without training."""
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     if swap.healing is None or len(losses) < 2:
         return None
@@ -239,7 +239,7 @@ def _is_measured(plan: Plan | None) -> bool:
 
 
 def _holds(plan: Plan) -> bool:
-    """Return True if the measured rise and the promise (without a promise, the measured interval) are within budget."""
+    """Return True if the measured rise and the promised rise (or else the measured interval) are within the budget."""
     measured = plan.measured
     if measured is None:
         return False
@@ -305,7 +305,7 @@ def _format_interval(rise: Rise, before: str = "") -> str:
 
 
 def _is_unclear(loss: Change) -> bool:
-    """Return True if the change's interval includes 0 but also rises above NEGLIGIBLE times the original loss."""
+    """Return True if the change's interval includes 0, and its upper end exceeds NEGLIGIBLE times the original loss."""
     return not is_change(loss) and loss.ci95 is not None and loss.ci95[1] > NEGLIGIBLE * loss.before
 
 

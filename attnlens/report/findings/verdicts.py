@@ -202,7 +202,7 @@ def _reference_finding(experiment: Experiment) -> Finding:
 
 
 def _hardening_finding(experiment: Experiment) -> Finding:
-    """State the attention weight of the selected token, e^−KL from hard selection, for a head and for its SVM."""
+    """State the attention weight of the selected token (e^−KL, with the KL of hard selection) of a head and its SVM."""
     head, svm = (experiment.final.get(name) for name in (SOFT, SOFT_SVM))
     answer = "Unknown."
     if head is not None:

@@ -132,7 +132,7 @@ def heading(info: MeasureInfo) -> str:
 
 
 def heading_of_shares(shapes: Shapes, whole: str) -> str:
-    """Format the name of a set of measures that sum to 1; remark if attention does not identify one of them."""
+    """Format the name of a set of measures that sum to 1; add `(not identified)` if one of them is not."""
     unsure = any(shapes.info(name).identified == "nowhere" for name in shapes.shares[whole])
     return title_of(whole) + " (not identified)" * unsure
 
@@ -271,7 +271,7 @@ class CurveGroup:
 
     @property
     def note(self) -> str:
-        """Text on the first value of the curves: median, quartiles and number of heads."""
+        """Text on the curves' first values (median and quartiles over heads) and on the number of heads."""
         low, middle, high = (style.typeset(float(value), 2) for value in self.quartiles[:, 0])
         return f"starts at {middle} (quartiles {low} to {high}), {format_count(len(self.curves), 'head')}"
 

@@ -363,7 +363,7 @@ def adapter_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _adapter_table(shapes: Shapes, heads: Sequence[Head], names: Sequence[str]) -> Table:
-    """Build a table with one row per head: its changes, and the headline measures (base, adapted, difference)."""
+    """Build a table with one row per head: changes of M, and headline measures (base, adapted, difference)."""
 
     def build_column(heading: str, values: Sequence[float | None], group: str = "") -> Column:
         decimals = decimals_for([value for value in values if value is not None])

@@ -245,7 +245,7 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
 def _loss_cells(
     loss: Change | None, perplexity: Change | None, decimals: int, *, destroyed: bool = False
 ) -> dict[str, str]:
-    """Build the cells of a loss: its value, its change, the perplexity and its rise, with intervals."""
+    """Build the cells of a loss: value, change, perplexity, rise in the perplexity; both changes with intervals."""
     rise, ends = format_rise(loss, perplexity, destroyed=destroyed)
     return {
         "loss": format_number(getattr(loss, "after", None), decimals),
@@ -285,7 +285,7 @@ def _reading_help(report: Report) -> str:
 
 
 def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
-    """Yield a table of the loss on each text, or of the hidden cosine if the model has no loss."""
+    """Yield a table of the loss's change on each text, or of the hidden cosine if swaps are judged by hidden states."""
     hidden = swaps[0].judged_by == "hidden"
     records: list[Sequence[TextChange | TextCosine]]
     records = [swap.hidden_cosine_by_text if hidden else swap.loss_by_text for swap in swaps]
