@@ -296,8 +296,8 @@ def _order(study: StudyTable, task: str) -> str:
         if order.task == task:
             total = order.agree + order.disagree + order.undecided
             return (
-                f"Of {format_count(total, 'pair')} of cells, {order.agree} are ordered as published, {order.disagree} "
-                f"reversed and {order.undecided} undecided (Holm, 5 %)."
+                f"Of {format_count(total, 'pair')} of cells: {order.agree} ordered as published, {order.disagree} "
+                f"reversed, {order.undecided} undecided (Holm, 5 %)."
             )
     return ""
 

@@ -217,7 +217,7 @@ class Dot:
     """One estimate in a row of a dot plot."""
 
     value: float | None  # None: only `text` is written
-    ends: tuple[float, float] | None = None  # ends of its interval
+    ends: tuple[float, float] | None = None  # ends of the value's interval
     colour: str = CATEGORIES[0]
     marker: str = "o"
     size: float = 4.5
@@ -363,7 +363,7 @@ def overview(
     texts: Style = {"va": "center", "color": INK}
     figure.text(left, 1 - 0.27 / height, shorten_label(title, TITLE), fontsize=14, weight="bold", **texts)
     if len(" · ".join(facts)) > FACTS:
-        facts = facts[:-1] or facts  # the caption contains the last one
+        facts = facts[:-1] or facts  # the caption contains the last fact
     figure.text(left, 1 - 0.52 / height, shorten_label(" · ".join(facts), FACTS), fontsize=8, **texts)
     small: Style = {"va": "center", "color": MUTED, "fontsize": 6.5}
     figure.text(left, 0.13 / height, hint, **small)

@@ -457,7 +457,7 @@ def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
     """Draw one bar per head, whose parts sum to 1; sort each layer by the first part, and hatch layers without bars."""
     names = shapes.shares[whole]
     height = 1.0 if len(shapes.layers) > CROWDED else 0.86
-    # The last line of a layer is followed by its lower end and then NaN, which separates it from the next layer.
+    # Each layer ends with the lower end of its last line, and then NaN, which separates the layer from the next.
     ends, heads = [], []
     for row, shares in enumerate(_complete_heads(shapes, names)):
         count = shares.shape[1]

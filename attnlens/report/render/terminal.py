@@ -80,7 +80,7 @@ def document(doc: Document) -> Group:
 
 
 def _render_section(section: Section) -> Iterator[RenderableType]:
-    for place, command in enumerate(section.commands):  # never folded, so that they can be copied
+    for place, command in enumerate(section.commands):  # commands are never folded, so that they can be copied
         label = section.title if place == 0 else ""
         line = Text.assemble((f"{label:{len(section.title)}}  ", "bold"), (clean(command), "cyan"))
         line.no_wrap, line.overflow = True, "ignore"

@@ -141,7 +141,7 @@ def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
         yield Section("Questions", items=tuple(_describe(experiment, report) for experiment in plain))
     missing = []
     for experiment in report.experiments:
-        if experiment.trajectories and view != "terminal":  # the screen above shows it
+        if experiment.trajectories and view != "terminal":  # there, the screen shows the main measures
             yield _series_section(experiment, whole=True)
         pairs = ((clean(reason), format_label(experiment, name)) for name, reason in experiment.reasons.items())
         for reason, names in group_pairs(pairs).items():

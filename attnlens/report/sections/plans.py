@@ -86,8 +86,10 @@ def _describe_latents(plan: Plan) -> Iterator[str]:
     group = form.get("group", "1")
     keys = "each key head has its own latent" if group == "1" else f"{group} key heads share a latent"
     turned = "before" if form.get("rotation") == "before" else "after"
-    by = "by the output" if form.get("metric") == "output" else "by attention"
-    yield f"Latents: {keys}, fitted to keys {turned} the rotation, with pairs weighted {by}"
+    weights = "half by attention, half evenly"
+    if form.get("metric") == "output":
+        weights = "half by the effect on the predictions, a quarter by attention, a quarter evenly"
+    yield f"Latents: {keys}, fitted to keys {turned} the rotation, with pairs weighted {weights}"
     if plan.forms:
         ranked = sorted(plan.forms, key=lambda form: math.inf if form.rise is None else form.rise.share)
         texts = (f"{clean(form.form)} {'diverged' if form.rise is None else share(form.rise.share)}" for form in ranked)
