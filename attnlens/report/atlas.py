@@ -131,7 +131,7 @@ def model_of(entry: Mapping[str, object]) -> TrainedModel:
 
 @lru_cache(1024)  # called for every head of a page
 def reference(measure: str, depth: Third, subject: Subject) -> Reference:
-    """Return the atlas heads at this depth with which to compare a measure of the subject's heads, or a reason."""
+    """Return the atlas heads at this depth to compare the subject's heads with, or the reason why there are none."""
     if not any(measure in model.measures for model in models()):
         return Reference(reason=f"the atlas lacks {measure}")
     if sized_by := find_measure(measure).sized_by:

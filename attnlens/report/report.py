@@ -70,7 +70,7 @@ class Report(records.Report):
         return page.file.getvalue().rstrip("\n")
 
     def _repr_html_(self) -> str:
-        """Return the findings and the overview as HTML for notebooks."""
+        """Return heading, findings, next commands and, if it can be drawn, the overview as HTML for notebooks."""
         from attnlens.report.export import build_card
 
         return build_card(self)

@@ -259,7 +259,7 @@ def _prediction_section(comparison: Comparison) -> Iterator[Section]:
 
 
 def _head_sections(report: Report, comparison: Comparison, most: int | None) -> Iterator[Section]:
-    """Yield a table of the heads with a named change, largest distance (`rank_distances`) first, up to `most` heads."""
+    """Yield a table of up to `most` heads with significant, not negligible changes, by descending `rank_distances`."""
     by_head: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for change in comparison.rows:
         by_head[change.layer, change.head][change.measure] = change
@@ -299,7 +299,7 @@ def _distance(row: MeasureChange | None) -> str:
 
 
 def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
-    """Format the named change that is largest relative to its measure's interquartile range in the first model."""
+    """Format the change in `named` that is largest relative to the measure's size in `sizes`; `–` if there is none."""
     rows = [row for row in named if row.measure in sizes and row.delta is not None and row.before is not None]
     row = max(rows, key=lambda row: abs(row.delta or 0.0) / sizes[row.measure], default=None)
     return NO_VALUE if row is None else f"{row.measure} {short(row.before or 0.0)} → {short(row.after or 0.0)}"

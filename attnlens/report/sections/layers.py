@@ -41,7 +41,7 @@ MOST_TEXTS = 6  # Maximum number of texts with a row at the foot of the table
 @section(40, "inspection", TEXTS)
 @section(40, "experiments", ("markdown",))
 def extreme_heads(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the list of heads with the smallest or largest values of a measure; nothing if there are none."""
+    """Yield the list of heads with the smallest or largest value of some measure; nothing if the list is empty."""
     name = shapes.report.model.layer_name
     items = [(f"layer {name(e.layer)} head {e.head}", clean(e.text)) for e in shapes.report.summary.extremes]
     if items:

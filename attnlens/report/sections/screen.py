@@ -44,7 +44,7 @@ def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _variation(reading: MeasureMap) -> float:
-    """Return a measure's interquartile range over heads as a share of its possible range; 0 without two bounds."""
+    """Return a measure's interquartile range over heads / the distance of its bounds; 0 without two bounds."""
     least, most = reading.info.low, reading.info.high
     if least is None or most is None:
         return 0.0
