@@ -63,7 +63,7 @@ ReadHashes = PlainValidator(lambda files: frozenset(file["sha256"] for file in f
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Model of the atlas, or one part of it."""
+    """A model in the atlas, or one part (encoder or decoder) of a model."""
 
     name: str
     lineage: str  # name shared by a model and all models tuned from it; a lineage counts once in averages
@@ -131,7 +131,7 @@ def model_of(entry: Mapping[str, object]) -> TrainedModel:
 
 @lru_cache(1024)  # called for every head of a page
 def reference(measure: str, depth: Third, subject: Subject) -> Reference:
-    """Return the heads of other trained models with which to compare a measure in the subject's part, at this depth."""
+    """Return the atlas heads at this depth to compare the subject's heads with, or the reason why there are none."""
     if not any(measure in model.measures for model in models()):
         return Reference(reason=f"the atlas lacks {measure}")
     if sized_by := find_measure(measure).sized_by:

@@ -35,10 +35,11 @@ def summary(
     verbose: bool = False,
     written: Written | None = None,
 ) -> Document:
-    """Build the summary for a terminal: findings, the tokens selected by requested heads, and what the flags add.
+    """Build the summary for a terminal: the sections of the screen, and the sections that the flags add.
 
-    `whole` builds the summary for Markdown, with every measure and note but without selections; `all_heads` adds all
-    tables, with every head; `verbose` adds how the report was made. `written` lists the files that the command writes.
+    `whole` builds the summary for Markdown instead, with every measure and note but without selections. `all_heads`
+    adds all tables, with every head; `verbose` adds how the report was made. `written` lists the files that the command
+    writes.
     """
     flags: dict[View, bool] = {"screen": not whole, "markdown": whole, "terminal": all_heads, "verbose": verbose}
     views = [view for view, chosen in flags.items() if chosen]
@@ -60,14 +61,17 @@ def glance(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def pictures(report: Report) -> list[Picture]:
-    """Return all pictures of a report, the overview first. Raise UsageError if there is nothing to draw."""
+    """Return all pictures of a report, the overview first. Raise UsageError like `list_pictures`."""
     from attnlens.report.pictures import list_pictures  # imported in functions, as below, because it loads matplotlib
 
     return list_pictures(Shapes(report))
 
 
 def overview(report: Report) -> Picture:
-    """Return the overview or, for a single selection, its picture. Raise UsageError if there is nothing to draw."""
+    """Return the overview or, if an inspection has a single selection, the selection's picture.
+
+    Raise UsageError like `list_pictures`.
+    """
     first, *others = pictures(report)
     return others[-1] if report.kind == "inspection" and len(report.inspection.selections) == 1 else first
 
@@ -143,10 +147,10 @@ ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
 def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, Callable[[], tuple[bytes, str]]]:
     """Return the picture files to write, each with a function that draws it and returns its bytes and its caption.
 
-    A folder gets every picture. A file named after a measure (`weights.symmetry.pdf` or `symmetry.pdf`) gets the
-    picture of this measure, any other file the overview. `bare` pictures show no title or caption. Raise UsageError if
-    the report has nothing to draw or lacks the measure, or if several measures have that name; OutputError for another
-    suffix.
+    A folder gets every picture. A file named after a measure (`weights.symmetry.pdf` or `symmetry.pdf`) or another
+    picture gets this picture, any other file the overview. `bare` pictures show no title or caption. Raise UsageError
+    if there is nothing to draw, if the measure cannot be drawn, or if several measures have that name; OutputError for
+    another suffix.
     """
     from attnlens.report.render.html import encode_picture, file_names, is_file
 

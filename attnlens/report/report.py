@@ -24,9 +24,9 @@ class Report(records.Report):
     def save(self, path: str | Path, *, bare: bool = False) -> None:
         """Write the report in the format of the path's suffix: .json, .csv, .md, .html, .png, .svg or .pdf.
 
-        A picture named after a measure (`symmetry.pdf`) shows that measure, any other picture the overview; the
+        A picture named after a measure (`symmetry.pdf`) or panel shows only that, any other picture the overview; the
         caption is written to a second file (`symmetry.pdf.txt`). `bare` omits title and notes, for a paper.
-        Raise OutputError for another suffix or if the path can't be written, UsageError if there is nothing to draw.
+        Raise OutputError for another suffix or if the path can't be written, UsageError if the picture can't be drawn.
         """
         from attnlens.report import export
         from attnlens.report.pictures.style import FORMATS
@@ -58,7 +58,7 @@ class Report(records.Report):
             return overview(self).draw(bare=bare)
 
     def __str__(self) -> str:
-        """Return the screen that a command prints: the findings, a map of the heads, and commands to run next."""
+        """Return the screen that a command prints: findings, the main map or table if any, and commands to run next."""
         import io
 
         from attnlens.report.export import summary
@@ -70,7 +70,7 @@ class Report(records.Report):
         return page.file.getvalue().rstrip("\n")
 
     def _repr_html_(self) -> str:
-        """Return the findings and the overview as HTML for notebooks."""
+        """Return heading, findings, next commands and, if it can be drawn, the overview as HTML for notebooks."""
         from attnlens.report.export import build_card
 
         return build_card(self)

@@ -51,7 +51,7 @@ class MeasureMap:
 
     @property
     def signed(self) -> bool:
-        """True if values below 0 occur or are possible."""
+        """True if values below 0 occur or lie within the measure's bounds."""
         could = self.info.low is not None and self.info.low < 0
         return could or bool(np.any(self.present < 0))
 
@@ -62,7 +62,7 @@ class MeasureMap:
 
     @property
     def chance(self) -> bool:
-        """True if most heads lie within two sd of the null's mean."""
+        """True if most heads lie within two sd of their null means; False without a null, or if its median sd is 0."""
         if self.null is None or not self.null[1]:
             return False
         away = np.abs(self.values - self.null_means)
@@ -118,7 +118,7 @@ class Shapes:
 
     @cached_property
     def curves(self) -> dict[str, list[tuple[int, Float[np.ndarray, " steps"]]]]:
-        """Curves by name: for each head with that curve, its row in `layers` and its values."""
+        """Curves by name: for each head with that curve, the row of the head's layer in `layers`, and the curve."""
         result: dict[str, list[tuple[int, Float[np.ndarray, " steps"]]]] = {}
         for head in self.report.heads:
             for name, curve in head.curves.items():
@@ -140,7 +140,7 @@ class Shapes:
 
     @cached_property
     def shares(self) -> dict[str, list[str]]:
-        """Sets of measures that are ≥ 0 and sum to 1 in every head with a value of each: `tokens.kernel_shares` → list.
+        """Sets of measures that are ≥ 0 and sum to 1 in every head with all values: `tokens.kernel_shares` → names.
 
         Measures without a set in the registry are grouped by the stem of their names (`other.share_…`). Sets are
         sorted by the number of heads that have them, then by their number of measures, both descending.
@@ -228,7 +228,7 @@ def _informativeness(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool,
 
 
 def _numbers(present: Iterable[int], expected: int, fill: bool) -> tuple[int, ...]:
-    """Sort the numbers; if `fill`, add the missing ones below `expected` and below the largest number present."""
+    """Sort the numbers; if `fill`, add all missing ones below `expected` or the largest, up to MOST_FILLED in all."""
     numbers = sorted(set(present))
     size = max([expected, *(number + 1 for number in numbers)])
     return tuple(range(size)) if fill and numbers and size <= MOST_FILLED else tuple(numbers)

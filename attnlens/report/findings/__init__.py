@@ -21,12 +21,12 @@ KINDS: dict[Kind, tuple[Callable[[Shapes], Iterable[Finding]], Callable[[Shapes]
     "experiments": (verdicts.experiment_findings, verdicts.after_experiments),
     "studies": (verdicts.study_findings, verdicts.after_studies),
 }
-"""For each kind of report, the functions that yield its findings, and the commands to run next, most useful first."""
+"""For each kind of report, the functions that yield its findings and, most useful first, the commands to run next."""
 COMMANDS = 2  # Maximum number of commands shown
 
 
 def show_again(shapes: Shapes) -> str:
-    """Return the options of `attnlens report` that show most of what the screen omits; empty if it omits nothing."""
+    """Return the options of `attnlens report` that show most of what the screen omits; "" if nothing is omitted."""
     report = shapes.report
     if report.kind == "doctor":
         return "--table" if any(each.verdict == "differs" for each in report.backends or []) else ""
@@ -55,7 +55,7 @@ def next_commands(shapes: Shapes) -> list[str]:
 
 
 def advise_saving(shapes: Shapes) -> str:
-    """Return the advice to save the result of a long command; empty if it was saved or, unless it is a plan, drawn.
+    """Return the advice to save the result of a long command; "" if the result was saved or, except for plans, drawn.
 
     Inspections and `doctor`, which are short, get no advice, and neither do reports outside a command line.
     """

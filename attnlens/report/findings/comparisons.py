@@ -30,7 +30,7 @@ from attnlens.wording import (
 )
 
 Place = tuple[int, int]
-"""Layer and head."""
+"""Sequential number of a layer, and number of a head in this layer."""
 Names = Callable[[int], str]  # Function that names a layer
 LARGE_KL, LEAST_AGREEMENT = 0.01, 0.99
 """Mean KL in nats from which, and share of equal top predictions below which, the effect of a change is notable."""
@@ -173,7 +173,7 @@ MOST_CAUSES = 4  # Maximum number of causes that are printed
 
 
 def _diagnosis(comparison: Comparison, name: Names) -> Iterator[Finding]:
-    """Yield one finding per cause of the differences, with its repair; harmless causes come last."""
+    """Yield one finding per cause of the differences, with its repair (at most MOST_CAUSES); harmless causes last."""
     causes = sorted(comparison.diagnosis, key=lambda cause: (cause.harmless, cause.hypothesis == UNEXPLAINED))
     for number, cause in enumerate(causes[:MOST_CAUSES]):
         more = len(causes) - MOST_CAUSES
@@ -213,7 +213,7 @@ def describe_cause(cause: DiagnosedCause, name: Names) -> str:
 
 
 def _forms(comparison: Comparison, changes: Changes, name: Names) -> Iterator[str]:
-    """Yield sentences on heads whose form M changed, and on heads that changed although M did not."""
+    """Yield sentences on heads whose form M changed, on heads that changed although M did not, and notes on forms."""
     if changes.forms:
         heads = format_count(len(changes.forms), "head")
         yield f"The query/key form M of {heads} changed: {_join_heads(changes.forms, name)}."
@@ -243,7 +243,7 @@ DISTANCES = {OWN_ROWS: "own KL {} nats", FORMS: "‖ΔM‖/‖M‖ {}", ROWS: "K
 
 
 def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChange]:
-    """Return the changed heads' values of the first of DISTANCES that is nonzero in any of them, largest first."""
+    """Return the changed heads' rows of the first of DISTANCES that is above 0 in at least one, largest first."""
     for measure in DISTANCES:
         rows = [row for row in comparison.rows if row.measure == measure and row.delta]
         named = _places(row for row in rows if row.named)
@@ -254,7 +254,7 @@ def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChang
 
 
 def _changed_heads(comparison: Comparison, changes: Changes, name: Names) -> Finding:
-    """Name the heads that changed most, by the divergence of their own attention or the change of their forms."""
+    """Name the heads that changed most, by the divergence of their own attention or by the change of their forms M."""
     rows = _most_changed(comparison, changes)
     if not rows:
         answer = f"{_join_heads(changes.own or changes.others, name)}."

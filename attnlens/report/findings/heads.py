@@ -45,7 +45,7 @@ Student's t: at 0.05, 9 % of runs on random weights would report a head."""
 ADAPTED = "adapter.change"  # Relative change of M by an adapter
 FEW_DECIDED = 0.1  # Share of queries with one dominant key below which the SVM describes few of a head's queries
 HALF = 0.5  # Threshold for tokens.*: half of the entropy's range, of the variance, or of the weight
-SLIGHT = 0.25  # Size of a symmetry, or excess of a cosine over chance, below which it is called slight
+SLIGHT = 0.25  # Size of a symmetry, or excess of a cosine over chance, below which it counts as slight
 SLIGHTLY_LOWER = 0.1  # Relative distance of a rank below chance, up to which the difference is called slight
 THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)
 """Measures that are tested against HALF."""
@@ -113,7 +113,7 @@ def _adjust(p: Float[np.ndarray, " tests"]) -> Float[np.ndarray, " tests"]:
 
 
 def findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the findings of an inspection in the order of QUESTIONS; if none has an answer, yield medians."""
+    """Yield the findings on an adapter, then the answers to QUESTIONS; if there are neither, yield medians."""
     tests = HeadTests(shapes)
     questions = (_adapted, *QUESTIONS) if shapes.report.model.adapter is not None else QUESTIONS
     answered = [finding for question in questions if (finding := question(tests)) is not None]
@@ -172,7 +172,7 @@ def _symmetric(tests: HeadTests) -> Finding | None:
 
 
 def _peaked(tests: HeadTests) -> Finding | None:
-    """Count the heads whose entropy lies below half of its range, and those that attend mostly to the first key."""
+    """Count the heads whose entropy lies significantly below ½, and the heads that attend mostly to the first key."""
     name = "tokens.entropy"
     if (reading := tests.shapes.readings.get(name)) is None:
         return None
@@ -259,7 +259,7 @@ QUESTIONS = (_symmetric, _peaked, _by_content, _low_rank, _like_svm)
 
 
 def _medians(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the medians of up to three measures, for analyzers that answer no question of this module."""
+    """Yield medians, or counts of categories, of up to three measures, for analyzers that answer no question here."""
     varying = [reading for reading in shapes.readings.values() if not reading.constant]
     for reading in [each for each in varying if each.info.headline][:3] or varying[:3]:
         if reading.labels:
@@ -338,7 +338,7 @@ def _null_decimals(mean: float, sd: float) -> int:
 
 
 def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
-    """Format heads in brackets: their names, or the others' names if few, else the layers with the largest shares."""
+    """Format heads in brackets: names if few, else the other heads if few, else the layers with the largest shares."""
     counts = Counter(head.layer for head in heads)
     totals = Counter(head.layer for head in shapes.report.heads)
     if not counts or len(shapes.report.heads) == 1:
@@ -360,7 +360,7 @@ def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
 
 
 def next_commands(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that measure how much the findings matter to the model."""
+    """Yield commands that follow up the findings, most of them by measuring an effect on the model."""
     report, tests = shapes.report, HeadTests(shapes)
     model = model_argument(report)
     predicts = "LM" in report.model.architecture or "For" in report.model.architecture

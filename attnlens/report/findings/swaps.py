@@ -1,7 +1,7 @@
 """Findings of swaps: the cost of a kernel, and the ranks within a budget.
 
-A cost has a 95 % interval (studentised bootstrap over windows or texts, Student's t for fewer than eight); it counts
-as a change if the interval excludes 0.
+A cost has a 95 % interval (studentised bootstrap over windows or texts, Student's t for fewer than eight). The loss
+counts as changed if the interval excludes 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attnlens.wording import clean, format_count, format_number, join_items, sho
 Names = Callable[[int], str]  # Function that names a layer
 MOST_UNITS = 4  # Maximum number of heads or layers whose names are printed
 EXHAUSTED = 0.1  # Share of a key's numbers: a plan that keeps at most this share can hardly become smaller
-NEGLIGIBLE = 0.01  # Share of the original loss; a rise is none if its interval includes 0 and ends below this share
+NEGLIGIBLE = 0.01  # Share of the original loss; an interval around 0 that ends below this share counts as no rise
 
 
 def swap_findings(shapes: Shapes) -> Iterator[Finding]:
@@ -99,7 +99,7 @@ def is_change(loss: Change) -> bool:
 
 
 def _cheapest(swaps: list[Swap], method: str) -> Finding:
-    """Name the kernel with the smallest cost, and those whose intervals overlap with its interval."""
+    """Name the kernel with the smallest rise in the loss, and the kernels whose intervals do not lie above its own."""
     measured = [(swap, swap.loss) for swap in swaps if swap.loss is not None and not swap.diverged]
     if not measured:
         return Finding(question="Cheapest?", answer="Unknown: no kernel has a loss.", severity="problem")
@@ -128,7 +128,7 @@ def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None
 
 
 def _recovery(swap: Swap, method: str) -> Finding | None:
-    """State the share of the cost that training recovers."""
+    """State the share of the rise in the loss that training recovers; None without training."""
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     if swap.healing is None or len(losses) < 2:
         return None
@@ -145,7 +145,7 @@ def _recovery(swap: Swap, method: str) -> Finding | None:
 
 
 def _where(swap: Swap, name: Names) -> Finding | None:
-    """Name the heads or layers that cost most when they are swapped alone."""
+    """Name the heads or layers that raise the loss most if each is swapped alone; None without a sweep."""
     if not swap.sweep:
         return None
     costly = [effect for effect in swap.sweep if effect.significant and (effect.delta or 0.0) > 0]
@@ -205,7 +205,7 @@ def _alternative(swap: Swap, windows: int | None) -> Finding | None:
 
 
 def _compare_control(loss: Change, control: Control) -> tuple[float, float]:
-    """Return the 95 % interval of the loss under the kernel minus that under a control; −∞ to ∞ if it is unknown.
+    """Return the 95 % interval of the loss under the kernel minus that under a control; −∞ to ∞ if unknown.
 
     Reports of older versions lack paired differences; for these, subtract the ends of the two intervals.
     """
@@ -239,7 +239,7 @@ def _is_measured(plan: Plan | None) -> bool:
 
 
 def _holds(plan: Plan) -> bool:
-    """Return True if the measured rise and the promise (without a promise, the measured interval) are within budget."""
+    """Return True if the measured rise and the promised rise (or else the measured interval) are within the budget."""
     measured = plan.measured
     if measured is None:
         return False
@@ -305,7 +305,7 @@ def _format_interval(rise: Rise, before: str = "") -> str:
 
 
 def _is_unclear(loss: Change) -> bool:
-    """Return True if the change's interval includes 0 but also rises above NEGLIGIBLE times the original loss."""
+    """Return True if the change's interval includes 0, and its upper end exceeds NEGLIGIBLE times the original loss."""
     return not is_change(loss) and loss.ci95 is not None and loss.ci95[1] > NEGLIGIBLE * loss.before
 
 
@@ -342,16 +342,16 @@ def after_swap(shapes: Shapes) -> Iterator[str]:
 
 
 def _cheaper_window(swap: Swap) -> str | None:
-    """Return the control that keeps the first and nearest tokens, as a kernel to run, if it costs less than `swap`."""
+    """Return the sink-window control as a kernel to run if it costs significantly less than `swap`; else None."""
     for control in swap.controls:
         if control.role == "same size" and control.kernel and swap.loss and _compare_control(swap.loss, control)[0] > 0:
-            # of a range of numbers over sites, `sink-window:4,64–68 by layer`, the smallest
+            # if the numbers differ between sites, `sink-window:4,64–68 by layer`, take the smallest
             return re.split("[–/ ]", control.kernel)[0]
     return None
 
 
 def _is_exhausted(plan: Plan) -> bool:
-    """Return True if a plan within its budget keeps so few numbers per key that a larger budget saves hardly more."""
+    """Return True if a plan within its budget keeps so few numbers per key that a larger budget hardly saves more."""
     return _holds(plan) and plan.mean_rank <= EXHAUSTED * plan.head_dim
 
 

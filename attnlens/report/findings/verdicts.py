@@ -1,7 +1,7 @@
 """Findings of `doctor`, experiments and studies: is the model read exactly, and are published results reproduced?
 
-A site agrees if the error of its attention is at most the tolerance of `doctor`; a figure is reproduced if it lies
-within the tolerance of its published value.
+A site agrees if the error of its attention is at most the tolerance of `doctor`, or if the model's own rounding
+explains the error. A figure is reproduced if it lies within the tolerance of its reference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attnlens.wording import NO_VALUE, clean, format_count, join_items, short
 
 CORRELATION = "correlation of the head"  # Name of the figure that gives the cosine of a head to its SVM
 SOFT, SOFT_SVM = "KL, the head, c = 1", "KL, its SVM at the same norm, c = 1"  # Names of figures on hardening
-REACHED = 0.99  # Cosine to the SVM above which gradient descent has reached it
+REACHED = 0.99  # Cosine to the SVM above which gradient descent counts as having reached the SVM
 MOST_TRIALS = 1000  # Offset between seeds with different trials, because trial i uses seed + i
 MOST_VALUES = 4  # Maximum number of values of an experiment that are printed
 MOST_SERIES = 4  # Maximum number of measures of a series of checkpoints that are printed
@@ -91,11 +91,11 @@ def _mask_findings(ran: Sequence[BackendCheck], untested: Sequence[MaskCheck], n
 
 
 PLAIN = ("causal", "bidirectional", "window")
-"""Tests of masks on one sequence without padding or cache; faults that they find also appear in the other tests."""
+"""Tests of masks on one sequence without padding or cache; faults that they find can recur in the other tests."""
 
 
 def _describe_faults(check: BackendCheck, name: Names) -> Iterator[str]:
-    """Yield a clause per faulty mask; if the first is in PLAIN, only for it, because it can explain the others."""
+    """Yield a clause per faulty mask; if the first mask is in PLAIN, only for it, since it can explain the others."""
     wrong = _order_faults(check.masks)
     shown = wrong[:1] if wrong and wrong[0].mask in PLAIN else wrong
     others = [mask.mask for mask in wrong[len(shown) :]]
@@ -105,7 +105,7 @@ def _describe_faults(check: BackendCheck, name: Names) -> Iterator[str]:
 
 
 def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
-    """Return the faulty masks, those in PLAIN first; `window` leads if a fault of `causal` is in an earlier token."""
+    """Return the faulty masks, those in PLAIN first; `window` leads if `causal` has a fault in an earlier token."""
     wrong = [mask for mask in masks if mask.verdict == "differs"]
     causal = next((mask.faults[0] for mask in wrong if mask.mask == "causal" and mask.faults), None)
     is_past = causal is not None and causal.token is not None and causal.token < causal.output
@@ -113,7 +113,7 @@ def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
 
 
 def describe_error(check: BackendCheck, name: Names = str) -> str:
-    """Describe how far a backend's outputs are from float64, and name the first site that differs.
+    """Describe how far a backend's outputs are from float64, with the reason or the first site that differs.
 
     `name` returns the name of a layer.
     """
@@ -127,7 +127,7 @@ def describe_error(check: BackendCheck, name: Names = str) -> str:
 
 
 def describe_mask(mask: MaskCheck, name: Names = str) -> str:
-    """Describe the first fault of a mask and count the others; without a fault, the error of the outputs.
+    """Describe the first fault of a mask, with the number of all faults; without faults, the reason or the error.
 
     `name` returns the name of a layer.
     """
@@ -146,7 +146,7 @@ def after_doctor(shapes: Shapes) -> Iterator[str]:
 
 
 def experiment_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the verdict on each experiment, or the change of the main measures in a series of checkpoints."""
+    """Yield the verdict on each experiment, or the changes of up to MOST_SERIES measures in a series of checkpoints."""
     for experiment in shapes.report.experiments:
         if experiment.trajectories:
             curves = [(name, curve.median) for name, curve in experiment.curves.items() if curve.null_of is None]
@@ -202,7 +202,7 @@ def _reference_finding(experiment: Experiment) -> Finding:
 
 
 def _hardening_finding(experiment: Experiment) -> Finding:
-    """State the attention weight of the selected token, e^−KL from hard selection, for a head and for its SVM."""
+    """State the attention weight of the selected token (e^−KL, with the KL of hard selection) of a head and its SVM."""
     head, svm = (experiment.final.get(name) for name in (SOFT, SOFT_SVM))
     answer = "Unknown."
     if head is not None:
@@ -222,13 +222,13 @@ def _ends(experiment: Experiment) -> dict[str, float | None]:
 
 
 def _verdict(experiment: Experiment) -> str:
-    """Return `Yes` if gradient descent reaches the SVM of a head from every start, else `No`."""
+    """Return `Yes` if gradient descent reaches a head's SVM from every start with a known end, else `No`."""
     reached = [value for value in _ends(experiment).values() if value is not None]
     return "Yes" if reached and all(value > REACHED for value in reached) else "No"
 
 
 def _head_finding(experiment: Experiment) -> Finding:
-    """State whether gradient descent on a head's selection problem reaches the SVM, and the head's own cosine to it."""
+    """State whether gradient descent on a head's selection problem reaches the SVM, and the head's own cosine."""
     starts = {"zero": "from zero", "the head": "from the head's own weights"}
     reached = [f"{value:.3f} {starts[name]}" for name, value in _ends(experiment).items() if value is not None]
     verdict = _verdict(experiment)
@@ -249,8 +249,9 @@ def _head_finding(experiment: Experiment) -> Finding:
 def after_experiments(shapes: Shapes) -> Iterator[str]:
     """Yield commands that answer questions raised by experiments on a head, on checkpoints, or on synthetic data.
 
-    For a head: which tokens it selects, and what hard selection would cost. For checkpoints: what the last one
-    computes. For synthetic data: whether another seed also misses the published value, and what a pretrained head does.
+    For a head: whether more iterations reach the SVM, which tokens the head selects, and the cost of hard selection.
+    For checkpoints: what the last one computes. For synthetic data: whether another seed also misses the published
+    value, and what a pretrained head does.
     """
     report = shapes.report
     model, experiments = model_argument(report), report.experiments
@@ -295,14 +296,14 @@ def _order(study: StudyTable, task: str) -> str:
         if order.task == task:
             total = order.agree + order.disagree + order.undecided
             return (
-                f"Of {format_count(total, 'pair')} of cells, {order.agree} are ordered as published, {order.disagree} "
-                f"reversed and {order.undecided} undecided (Holm, 5 %)."
+                f"Of {format_count(total, 'pair')} of cells: {order.agree} ordered as published, {order.disagree} "
+                f"reversed, {order.undecided} undecided (Holm, 5 %)."
             )
     return ""
 
 
 def after_studies(shapes: Shapes) -> Iterator[str]:
-    """Yield the command that repeats the study with twice as many seeds, reusing finished runs."""
+    """Yield the command that repeats the first study with twice as many seeds, reusing finished runs."""
     for study in shapes.report.studies[:1]:
         seeds = 2 * max((len(cell.runs) for cell in study.cells), default=1)
         yield f"attnlens reproduce {clean(study.name)} --scale {clean(study.scale)} --seeds {seeds}"

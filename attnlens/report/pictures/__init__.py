@@ -2,7 +2,7 @@
 
 Contents: `style` (settings, colours and colour maps, formats, ticks), `charts` (the charts of all pictures, and pages
 of panels), and the pictures of one subject: `maps` (heads), `experiments` (also studies and comparisons), `swaps`.
-Each of these three has a function that draws the overview, and one that lists the panels that get files of their own.
+Each of these three draws overviews, and builds the panels that get files of their own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ KINDS: dict[Kind, tuple[Callable[..., Figure], Callable[[Report], list[Panel]], 
 
 
 def list_pictures(shapes: Shapes) -> list[Picture]:
-    """List all pictures of a report, the overview first. Raise UsageError if there is nothing to draw."""
+    """List all pictures of a report, the overview first.
+
+    Raise UsageError if the heads or experiments have nothing to draw, or if a value is too large to draw.
+    """
     report = shapes.report
     if report.kind in KINDS:
         draw, build_panels, shows = KINDS[report.kind]

@@ -85,7 +85,7 @@ def grid_of(places: Sequence[Place], values: Iterable[float | None]) -> HeadGrid
 
 
 def heat_map(axes: Axes, grid: HeadGrid, colours: Colours, label: str = "", number: Names = str) -> Colorbar:
-    """Draw a map with layer 0 at the top and missing values hatched, and return its labelled colour bar."""
+    """Draw a map with the first layer at the top and missing values hatched; return the labelled colour bar."""
     colour_map, norm, extend = colours
     masked = np.ma.masked_invalid(grid.values)
     image = axes.imshow(masked, cmap=colour_map, norm=norm, aspect="auto", interpolation="nearest", zorder=1)
@@ -147,7 +147,7 @@ def label_indices(axis: Axis, names: Sequence[int] | Sequence[str]) -> None:
 
 
 def label_layers(axes: Axes, layers: Sequence[str], parts: Sequence[str]) -> None:
-    """Label the layers on the y axis, layer 0 at the top; if the layers have several parts, add the parts' names."""
+    """Label the layers on the y axis, the first at the top; if they belong to several parts, add the parts' names."""
     label_indices(axes.yaxis, layers)
     axes.set_ylim(len(layers) - 0.5, -0.5)
     groups = [(part, [row for row, of in enumerate(parts) if of == part]) for part in dict.fromkeys(parts)]
@@ -192,7 +192,7 @@ def fan_chart(
 
 
 def scale_depth(layers: int) -> Normalize:
-    """Return the norm that maps the row of a layer to a colour of the colour map DEPTH."""
+    """Return the norm that maps a layer's row to [0, 1], the domain of the colour map DEPTH."""
     return Normalize(0, max(1, layers - 1))
 
 
@@ -217,7 +217,7 @@ class Dot:
     """One estimate in a row of a dot plot."""
 
     value: float | None  # None: only `text` is written
-    ends: tuple[float, float] | None = None  # ends of its interval
+    ends: tuple[float, float] | None = None  # ends of the value's interval
     colour: str = CATEGORIES[0]
     marker: str = "o"
     size: float = 4.5
@@ -226,7 +226,7 @@ class Dot:
 
 
 def dot_plot(axes: Axes, rows: Sequence[Collection[Dot]], names: Sequence[str] | None = None) -> None:
-    """Draw one row of dots per name, from the top down, with intervals as thick pale lines."""
+    """Draw the rows of dots, from the top down, with intervals as thick pale lines, and label the rows with `names`."""
     for row, dot in ((row, dot) for row, dots in enumerate(rows) for dot in dots):
         if dot.value is None:
             place: Style = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
@@ -324,7 +324,7 @@ def _explain_measures(report: Report, names: Collection[str]) -> list[str]:
 
 
 def _end(sentence: str) -> str:
-    """End a sentence with a full stop."""
+    """Add a full stop to a sentence that lacks a final mark; "" stays empty."""
     return sentence if sentence.endswith((".", "?", "!", ":")) or not sentence else f"{sentence}."
 
 
@@ -363,7 +363,7 @@ def overview(
     texts: Style = {"va": "center", "color": INK}
     figure.text(left, 1 - 0.27 / height, shorten_label(title, TITLE), fontsize=14, weight="bold", **texts)
     if len(" · ".join(facts)) > FACTS:
-        facts = facts[:-1] or facts  # the caption contains the last one
+        facts = facts[:-1] or facts  # the caption contains the last fact
     figure.text(left, 1 - 0.52 / height, shorten_label(" · ".join(facts), FACTS), fontsize=8, **texts)
     small: Style = {"va": "center", "color": MUTED, "fontsize": 6.5}
     figure.text(left, 0.13 / height, hint, **small)
@@ -445,7 +445,7 @@ def _remove_title(panel: Panel) -> Panel:
 
 
 def _bare_panel(panel: Panel, ambiguous: bool) -> Panel:
-    """Remove a panel's note; add the source to the title of a measure if other panels have the same title."""
+    """Remove a panel's note; if other panels have the same title (`ambiguous`), add the source to the title."""
     return replace(panel, note="", title=f"{panel.title} ({source_of(panel.stem)})" if ambiguous else panel.title)
 
 

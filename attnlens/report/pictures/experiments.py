@@ -53,13 +53,13 @@ DASHES = ("-", "--", ":", "-.")
 
 
 def comparison_overview(report: Report, *, bare: bool = False) -> Figure:
-    """Draw both panels of a comparison on one page."""
+    """Draw the panels of a comparison on one page."""
     rows = [Row(comparison_panels(report), 2.6)]
     return overview(report, rows, [clean(report.coverage.sentence)], title(report), bare=bare)
 
 
 def comparison_panels(report: Report) -> list[Panel]:
-    """Build two panels: a map of the most informative distance between heads, and a volcano plot of all measures."""
+    """Build up to two panels: a map of the most informative distance between heads, and a volcano plot of measures."""
     comparison = report.comparison
     if comparison is None or not comparison.rows:
         return []
@@ -85,7 +85,7 @@ def comparison_panels(report: Report) -> list[Panel]:
 
 
 def draw_differences(axes: Axes, comparison: Comparison, name: str, number: Names = str) -> None:
-    """Draw a map of a distance between the heads of two models, on a logarithmic scale."""
+    """Draw a map of a distance between two models' heads in logarithmic colours; dots mark changes that are named."""
     rows = {(row.layer, row.head): row for row in comparison.rows if row.measure == name and (row.delta or 0) > 0}
     places = [(head.layer, head.head, head.part) for head in comparison.heads]
     changes = [rows.get(place[:2]) for place in places]
@@ -100,7 +100,7 @@ def draw_differences(axes: Axes, comparison: Comparison, name: str, number: Name
 
 
 def draw_volcano(axes: Axes, comparison: Comparison) -> None:
-    """Draw one dot per head and measure: size of its change (x) and significance (y)."""
+    """Draw one dot per head and measure: size of the change (x) and significance of the change (y)."""
     sizes = effect_sizes(comparison)
     sources = dict.fromkeys(source_of(name) for name in sizes)
     for source, colour in zip(sources, (style.CATEGORIES[0], style.CATEGORIES[2], *style.CATEGORIES[4:]), strict=False):
@@ -160,7 +160,7 @@ def _task_panels(study: StudyTable, task: StudyColumn) -> Iterator[Panel]:
 
 
 def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
-    """Draw the results of each cell in a row: seeds, mean and standard error, or a text if it did not converge."""
+    """Draw one row per cell: seeds, mean, standard error (or a text if the cell did not converge), published result."""
     factor = 100.0 if task.metric == "accuracy" else 1.0
     rows = []
     for row, cell in enumerate(cells):
@@ -205,7 +205,7 @@ FARTHEST = 3.0  # deviation from the reference, in tolerances, from which a figu
 
 
 def experiment_overview(report: Report, *, bare: bool = False) -> Figure:
-    """Draw all panels on a page: three per row, or four if the experiment tracks heads over steps."""
+    """Draw the panels on a page, three per row; if heads are tracked over steps, only the first MOST, four per row."""
     panels = experiment_panels(report)
     followed = any(experiment.trajectories for experiment in report.experiments)
     curves = [panel for panel in panels if panel.stem != COMPARED][: MOST if followed else None]
@@ -232,7 +232,10 @@ def experiment_panels(report: Report) -> list[Panel]:
 
 
 def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
-    """Scale and label the x axis: logarithmic, with room for 0, if the steps span a factor of 20, otherwise linear."""
+    """Scale and label the x axis: logarithmic if at least three positive steps span a factor of 20, otherwise linear.
+
+    A logarithmic axis is linear between a step at 0 and the first positive step; negative steps need a linear axis.
+    """
     present = sorted(set(steps)) or [0.0, 1.0]
     low, high = present[0], present[-1]
     positive = [step for step in present if step > 0]
@@ -312,7 +315,10 @@ def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | No
 
 
 def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
-    """Group curves by picture title ('' if none) and quantity; add the quantity to titles that are not unique."""
+    """Group curves by picture title and quantity; the quantity is added to titles that are not unique.
+
+    The title of a curve without a picture is "" or, if the curve has no quantity, the curve's label.
+    """
     titles: dict[tuple[str, str | None], dict[str, Curve]] = {}
     for name, curve in experiment.curves.items():
         picture = curve.picture or ("" if curve.quantity else format_label(experiment, name))
@@ -421,7 +427,7 @@ def deviation(experiment: Experiment, figure: str) -> float:
 
 
 def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
-    """Draw one row per compared value: its deviation divided by the tolerance, over the shaded allowed range."""
+    """Draw one row per compared figure: its `deviation`, over the shaded allowed range."""
     edge = FARTHEST * 1.1
     dots = []
     for row, (experiment, figure) in enumerate(rows):

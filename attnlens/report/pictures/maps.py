@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 SIDE = 40  # number of characters of a formula that fit along the y axis
 WIDE_RANGE = 20.0
-"""Ratio of the largest value to the last value of a falling median curve above which the axis is logarithmic."""
+"""Ratio of the largest value to the least last value of falling median curves, above which an axis is logarithmic."""
 PART_LINES = ("-", "--", ":")  # line styles of the parts' medians on shared axes
 CELL = 0.42  # side of a cell in inches, if the page has room
 STEPS = 64  # number of colours of a colour map that pages get to draw their own maps
@@ -67,7 +67,7 @@ FURTHEST = 1e300
 
 
 def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
-    """Format the caption of a map: meaning, range, null, error, missing values and coverage, with one line for each."""
+    """Format the caption of a map, one line per fact: meaning, range, null or error, missing values, coverage."""
     present, lines = reading.present, []
     if not reading.labels:
         least, most = (style.typeset(float(end), decimals_for(present)) for end in (present.min(), present.max()))
@@ -107,7 +107,7 @@ def short_curve_caption(shapes: Shapes, name: str) -> str:
 
 
 def short_caption(reading: MeasureMap) -> str:
-    """Format the null as mean ± sd or, without a null, the number of inputs and the error, on one line."""
+    """Format, on one line, the null as mean ± sd or, without a null, identification, number of inputs and error."""
     if reading.null is not None:
         decimals = decimals_for(reading.null[1:] if reading.null[1] else reading.null, figures=2)
         mean, sd = (style.typeset(number, decimals) for number in reading.null)
@@ -132,13 +132,13 @@ def heading(info: MeasureInfo) -> str:
 
 
 def heading_of_shares(shapes: Shapes, whole: str) -> str:
-    """Format the name of a set of measures that sum to 1; remark if attention does not identify one of them."""
+    """Format the name of a set of measures that sum to 1; add `(not identified)` if one of them is not."""
     unsure = any(shapes.info(name).identified == "nowhere" for name in shapes.shares[whole])
     return title_of(whole) + " (not identified)" * unsure
 
 
 def shares_caption(shapes: Shapes, whole: str) -> str:
-    """Format the caption of a set of measures that sum to 1, with the meaning of each."""
+    """Format the caption of a set of measures that sum to 1, with the meaning of each measure."""
     names = shapes.shares[whole]
     labels = [label for label, _ in named_parts(names)]
     parts = [f"{label}: {shapes.info(name).meaning}" for label, name in zip(labels, names, strict=True)]
@@ -183,7 +183,10 @@ def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) ->
 
 
 def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) -> None:
-    """Draw the map with a row per layer (layer 0 at the top) and a column per head; hatch heads without a value."""
+    """Draw the map with a row per layer (the first at the top) and a column per head; hatch heads without a value.
+
+    With `numbers`, write the values into the cells if they fit.
+    """
     colours = scale(reading)
     grid = HeadGrid(reading.values, shapes.layers, shapes.heads, shapes.parts)
     bar = heat_map(axes, grid, colours)
@@ -204,7 +207,7 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
 
 
 def _numbers_that_fit(reading: MeasureMap) -> dict[tuple[int, int], str]:
-    """Format the value of every cell with as many decimals as fit; return {} if no number of decimals fits."""
+    """Format the known values, by (row, column), with as many decimals as fit; {} if no number of decimals fits."""
     full, most = decimals_for(reading.present), 5 + (reading.values.shape[1] * CELL < 3.4)
     known = [(at, value) for at, value in np.ndenumerate(reading.values) if not np.isnan(value)]
     # fewer decimals than in the table are better than no numbers
@@ -221,8 +224,8 @@ def scale(reading: MeasureMap) -> Colours:
         highest = max(max(reading.labels), len(reading.info.labels) - 1)
         colours = [style.CATEGORIES[number % len(style.CATEGORIES)] for number in range(highest + 1)]
         return ListedColormap(colours), BoundaryNorm(np.arange(highest + 2) - 0.5, highest + 1), "neither"
-    # values beyond the 1st–99th percentile by more than its width get the last colour, and an arrow marks that end of
-    # the colour bar, so that one head does not give all others the same shade
+    # values farther from the 1st–99th percentile range than its width get the last colour, and an arrow marks that end
+    # of the colour bar, so that one head does not give all others the same shade
     least, low, high, most = map(float, np.percentile(reading.present, [0, 1, 99, 100]))
     cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
     extend = ("neither", "min", "max", "both")[cut_low + 2 * cut_high]
@@ -268,7 +271,7 @@ class CurveGroup:
 
     @property
     def note(self) -> str:
-        """Text on the first value of the curves: median, quartiles and number of heads."""
+        """Text on the curves' first values (median and quartiles over heads) and on the number of heads."""
         low, middle, high = (style.typeset(float(value), 2) for value in self.quartiles[:, 0])
         return f"starts at {middle} (quartiles {low} to {high}), {format_count(len(self.curves), 'head')}"
 
@@ -297,7 +300,7 @@ def _groups(shapes: Shapes, name: str, members: Mapping[str, Sequence[int]]) -> 
 
 
 def first_step(info: MeasureInfo) -> int:
-    """Return a curve's first step: 1 for an index k, as in the formulas, and 0 for a distance."""
+    """Return a curve's first step: 1 for an index k, as in the formulas, else 0, as for a distance."""
     return int(info.steps == "index")
 
 
@@ -351,7 +354,7 @@ def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray,
 
 
 def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup], group: CurveGroup) -> None:
-    """Draw the curves of one group's heads, its median and quartiles, and the medians of the other groups (dotted)."""
+    """Draw the curves of one group's heads, their median and quartiles, and (dotted) medians of the other groups."""
     draw_fan(axes, shapes, name, [group])
     for number, other in enumerate(other for other in groups if other is not group):
         colour = style.DEPTH(scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
@@ -373,7 +376,7 @@ SELECTION_CAPTION = (
 
 
 def overview_figure(shapes: Shapes, *, bare: bool = False) -> Figure:
-    """Draw a page of up to six panels: one row per source, or two rows for a single source."""
+    """Draw a page of up to six panels in one or two rows (see `page_rows`). Raise UsageError if there are no panels."""
     rows = page_rows(shapes)
     if not rows:
         raise UsageError("No measure differs between heads: there is nothing to draw.", "Use --json or --csv.")
@@ -395,9 +398,10 @@ def overview_figure(shapes: Shapes, *, bare: bool = False) -> Figure:
 
 
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
-    """Arrange the panels in rows: one row per source, or two rows for a single source with enough panels.
+    """Arrange panels in rows: one row for each of the first two sources, or up to two rows for a single source.
 
-    With a single source, the first row shows a curve by depth if there is one, or each of two spaces has its own row.
+    With a single source, the first row shows a curve by depth if there is one; else the first two spaces have a row
+    each if there are several.
     """
     by_source = group_pairs((source_of(name), name) for name in (*shapes.readings, *shapes.curves))
     groups = []  # for each source, its names by space; names without a space join the first space
@@ -453,7 +457,7 @@ def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
     """Draw one bar per head, whose parts sum to 1; sort each layer by the first part, and hatch layers without bars."""
     names = shapes.shares[whole]
     height = 1.0 if len(shapes.layers) > CROWDED else 0.86
-    # The last line of a layer is followed by its lower end and then NaN, which separates it from the next layer.
+    # Each layer ends with the lower end of its last line, and then NaN, which separates the layer from the next.
     ends, heads = [], []
     for row, shares in enumerate(_complete_heads(shapes, names)):
         count = shares.shape[1]

@@ -146,7 +146,7 @@ def tick_positions(count: int, most: int) -> list[int]:
 
 
 def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
-    """Label the first and the last tick, and others at least a share `gap` of the axis away from all labelled ticks."""
+    """Label the first and last tick, and others at least a share `gap` of the axis away from every labelled tick."""
     places = axis.get_transform().transform(np.asarray(ticks, dtype=float))
     span = float(np.ptp(places)) or 1.0
     labelled = sorted({0, len(ticks) - 1})
@@ -158,7 +158,7 @@ def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
 
 
 def label_powers(axis: Axis, least: float) -> None:
-    """Label 0 and ± powers of ten of at least `least` on an axis that is linear near 0 and logarithmic beyond."""
+    """Label 0 and, if there is room, ± powers of ten from `least` on, on an axis that is linear only near 0."""
     low, high = sorted(axis.get_view_interval())
     powers = [power for power in 10.0 ** np.arange(-12, 12) if power >= 0.99 * least]
     ticks = [-power for power in reversed(powers)] + [0.0, *powers]

@@ -75,7 +75,7 @@ LINES = {
 """Colours and markers that the lines of several kernels take in turn."""
 PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
 """Pattern of a kernel's or filter's parameters; they end at a plus sign, but not at the one in 1e+06."""
-OUTLYING = 3.0  # ratio to usual effects (98th percentile, or stages) above which an effect is drawn at the edge
+OUTLYING = 3.0  # ratio to usual effects (98th percentile, or stages) above which an effect is off the axis or scale
 ALWAYS = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
 """Predictors that are always drawn if they have values."""
 PICTURES = 6  # number of measures drawn: those in ALWAYS, then the strongest predictors
@@ -255,7 +255,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
 
 
 def _move_to_edge(dots: Sequence[Dot], original: float | None, stages: int) -> list[Dot]:
-    """If a dot's value far exceeds those of the original and the stages, replace it with an arrow at the right edge."""
+    """Return the dots; an arrow at the right edge replaces each dot far above the original and the stages."""
     known = [end for dot in dots[: 1 + stages] if dot.value is not None for end in (dot.value, *(dot.ends or ()))]
     if original is None or not (span := max(abs(value - original) for value in known)):
         return list(dots)
@@ -267,7 +267,7 @@ def _move_to_edge(dots: Sequence[Dot], original: float | None, stages: int) -> l
 
 
 def draw_sites(axes: Axes, swap: Swap, number: Names = str) -> None:
-    """Draw the relative error of each site's output, with layer 0 at the top and hatching for sites without a value."""
+    """Draw the relative error of each site's output, the first layer at the top; hatch sites without a value."""
     sites = sorted(swap.sites, key=_order)
     errors, rows = as_array(site.output_error for site in sites), np.arange(len(sites))
     colours = [style.CATEGORIES[6] if site.part == "cross" else OWN for site in sites]
@@ -326,7 +326,7 @@ def _sweep_panel(swap: Swap, stem: str, number: Names) -> Panel:
 
 
 def draw_sweep(axes: Axes, swap: Swap, number: Names = str) -> None:
-    """Draw the effects of single heads as a map, or of layers as dots, with layer 0 at the top."""
+    """Draw the effects of single heads as a map, or the effects of layers as dots; the first layer is at the top."""
     if not _of_heads(swap):
         layers = sorted(swap.sweep, key=_order)
         axes.axvline(0, color=style.MUTED, linewidth=0.6, zorder=0)
@@ -432,14 +432,14 @@ def _ranks_panel(plan: Plan, number: Names) -> Panel:
 
 
 def budget_note(plan: Plan) -> str:
-    """Format `loss ≤ +1 %: predicted +0.21 %, measured +0.87 %`, without unknown numbers; `ppl` means perplexity."""
+    """Format budget and known rises: `loss ≤ +1 %: predicted +0.21 %, measured +0.87 %`; `ppl` means perplexity."""
     rises = {"predicted": plan.promised, "measured": plan.measured, "healed": plan.healed}
     known = ", ".join(f"{name} {share(rise.share)}" for name, rise in rises.items() if rise is not None)
     return f"{plan.unit} ≤ +{100 * plan.budget:g} %" + (f": {known}" if known else "")
 
 
 def draw_ranks(axes: Axes, plan: Plan, number: Names = str) -> None:
-    """Draw every query head's rank as a colour from 0 to head_dim, with its number if there is room."""
+    """Draw each query head's rank, or its share of a latent's rank, as a colour and, if there is room, as a number."""
     cells = [((key.layer, head, key.part), key.rank / key.keys) for key in plan.ranks for head in key.heads]
     grid = grid_of([place for place, _ in cells], (rank for _, rank in cells))
     colours = (style.SEQUENTIAL, Normalize(0, max(key.head_dim / key.keys for key in plan.ranks)), "neither")

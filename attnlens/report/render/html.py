@@ -31,7 +31,7 @@ def encode_picture(picture: Picture, suffix: str = ".png", *, bare: bool = False
 
 
 def embed_picture(picture: Picture) -> str:
-    """Draw a picture and return it as a data URL: as SVG if that is small, otherwise as PNG at screen resolution."""
+    """Draw a picture and return it as a data URL: as SVG if small and not crowded, else as PNG at DPI."""
     with house_style():
         drawing, media = picture.draw(), "image/svg+xml"
         crowded = any(lines.get_rasterized() for lines in drawing.findobj(LineCollection))

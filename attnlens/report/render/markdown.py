@@ -85,7 +85,7 @@ IN_PROPERTIES = IN_MESSAGES | {ord(":"): "%3A", ord(","): "%2C"}
 
 
 def workflow_commands(report: Report) -> list[str]:
-    """Return up to ten GitHub workflow commands: failed rules without a failing head, then the worst heads."""
+    """Return up to ten GitHub workflow commands: failed rules without failing heads, then the worst heads or blocks."""
     layer = report.model.layer_name
     rule_errors = [
         (check, describe_check(check, layer)) for check in report.checks if not check.passed and not check.breaches
@@ -101,7 +101,7 @@ def workflow_commands(report: Report) -> list[str]:
 
 
 def uri(file: str) -> str:
-    """Return a file's path as GitHub expects it: URL-quoted, relative to the workspace or the current folder."""
+    """Return a file's path, URL-quoted, relative to the workspace or current folder; a `file:` URL if outside of it."""
     root = Path(os.environ.get("GITHUB_WORKSPACE") or ".").resolve()
     path = Path(clean(file)).resolve()
     if path.is_relative_to(root):

@@ -45,7 +45,7 @@ class _Page(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console as wide as the terminal or COLUMNS, or 100 columns in a pipe; COLUMNS=0 counts as not set."""
+    """Return a console as wide as COLUMNS, else as the terminal, else 100 columns; COLUMNS=0 counts as not set."""
     stream = sys.stderr if stderr else sys.stdout
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdecimal() else 0
@@ -80,7 +80,7 @@ def document(doc: Document) -> Group:
 
 
 def _render_section(section: Section) -> Iterator[RenderableType]:
-    for place, command in enumerate(section.commands):  # never folded, so that they can be copied
+    for place, command in enumerate(section.commands):  # commands are never folded, so that they can be copied
         label = section.title if place == 0 else ""
         line = Text.assemble((f"{label:{len(section.title)}}  ", "bold"), (clean(command), "cyan"))
         line.no_wrap, line.overflow = True, "ignore"
@@ -144,7 +144,7 @@ class Shades:
     heat_map: HeatMap
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield one line per row."""
+        """Yield a line of column labels, then one line per row."""
         lines = self.heat_map.lines(ASCII_SHADES) if options.ascii_only else self.heat_map.lines()
         yield from (Text(line, no_wrap=True) for line in lines)
 
@@ -177,14 +177,14 @@ class FittedTable:
 
 
 def _clean_column(column: Column) -> Column:
-    """Return the column with terminal control characters replaced in all of its texts."""
+    """Return the column with terminal control characters replaced in its title, group, cells and footer."""
     cells = ["\n".join(map(clean, cell.split("\n"))) for cell in column.cells]
     foot = [*map(clean, column.foot)]
     return replace(column, group=clean(column.group), title=clean(column.title), cells=cells, foot=foot)
 
 
 def _width(column: Column) -> int:
-    """Compute the smallest width of a column that breaks neither a cell nor a word of the title."""
+    """Compute the smallest width of a column that breaks no cell, no footer, and no word of the title."""
     return max(map(cell_len, [*column.title.split(), *column.cells, *column.foot]), default=1)
 
 

@@ -25,11 +25,11 @@ from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, format_count, format_number, format_p
 
 Names = Callable[[int], str]
-SHOWN = 10  # Number of heads listed; --json and --csv contain all
+SHOWN = 10  # Maximum number of heads listed; --json and --csv contain all
 
 
 def describe_check(check: Check, name: Names = str) -> str:
-    """Describe the outcome of a check: value found, condition, number of heads that break the rule, worst head.
+    """Describe the outcome of a check: value found, condition, number of failing heads or blocks, worst head.
 
     `name` returns the name of a layer.
     """
@@ -52,7 +52,7 @@ def _format_place(breach: Breach, name: Names) -> str:
 
 
 def _format_breach(breach: Breach) -> str:
-    """Format the head's value, followed by its earlier value and the p-value of the difference if they are known."""
+    """Format the value of a head or block and, if known, the baseline's value and the p-value of the difference."""
     now = "no value" if breach.value is None else number(breach.value)
     before = "" if breach.base is None else f", before {number(breach.base)}"
     chance = "" if breach.base is None or breach.p is None else f" (p {format_p(breach.p)})"
@@ -60,7 +60,7 @@ def _format_breach(breach: Breach) -> str:
 
 
 def _format_found(check: Check) -> str:
-    """Format the value that the check compared or, if it compared heads individually, their median."""
+    """Format the value that the check compared or, if it compared heads individually, their median; `–` if unknown."""
     if check.value is not None:
         return number(check.value)
     return NO_VALUE if check.median is None else f"median {number(check.median)}"
@@ -89,7 +89,7 @@ def document(report: Report, *, updated: bool = False) -> Document:
 @section(5, views=("page",))
 @section(55, views=("screen", *TEXTS))
 def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a table with one row per rule, and the list of the worst heads of all rules."""
+    """Yield a table with one row per rule, and a list of the worst heads and blocks that break rules."""
     checks = shapes.report.checks
     if not checks:
         return
@@ -117,14 +117,14 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
-    """List every head that breaks a rule: the worst head of each rule, then the second worst of each, and so on."""
+    """List (check, breach) of heads and blocks that break rules: each rule's worst, then each rule's second worst, …"""
     # measures have different units, so heads of different rules cannot be ordered by size
     ranks = zip_longest(*([(check, breach) for breach in check.breaches] for check in checks))
     return [pair for rank in ranks for pair in rank if pair is not None]
 
 
 def rows(report: Report) -> list[Row]:
-    """Build spreadsheet rows of a check: one per head that breaks a rule, and one per rule that no head breaks."""
+    """Build spreadsheet rows of a check: one per rule and failing head or block; one per rule without these."""
     rows: list[Row] = []
     for check in report.checks:
         rule: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}
@@ -136,7 +136,7 @@ def rows(report: Report) -> list[Row]:
 
 @section(10, "doctor", ("screen", *TEXTS, "page"))
 def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the table of sites, with relative errors of the attention; the screen omits sites that agree."""
+    """Yield the table of sites, with relative errors of the attention weights; the screen omits sites that agree."""
     report = shapes.report
     checks = [check for check in report.doctor if view != "screen" or check.verdict != "agrees"]
     if view == "screen" and not checks:
@@ -248,7 +248,7 @@ def format_share(check: BackendCheck) -> str:
 
 
 def format_mask(mask: MaskCheck, name: Names = str) -> str:
-    """Format the verdict of a mask's test or, if a token is wrong, the largest fault of the first layer with a fault.
+    """Format a mask's verdict or, for a token wrongly seen or missed, the largest fault of the first faulty site.
 
     `name` returns the name of a layer.
     """
@@ -263,7 +263,7 @@ def format_mask(mask: MaskCheck, name: Names = str) -> str:
 
 
 def format_mask_error(mask: MaskCheck) -> str:
-    """Format the error of the outputs in a mask's test; `–` if it was not tested or does not affect the verdict."""
+    """Format the error of the outputs in a mask's test; `–` if not tested, or if the verdict ignores the error."""
     if mask.verdict == "not checked" or not mask.error_judged:
         return NO_VALUE
     return format_error(mask.error)
@@ -297,7 +297,7 @@ def rule_cases(report: Report) -> list[Case]:
 
 
 def doctor_cases(report: Report) -> list[Case]:
-    """Return one test case per site, backend, and mask of a backend; a test that did not run has a reason instead."""
+    """Return one test case per site, per backend, and per mask of a backend; tests that did not run have a reason."""
     cases, name = [], report.model.layer_name
     for site in report.doctor:
         if site.verdict == "not checked":

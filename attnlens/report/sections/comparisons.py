@@ -98,7 +98,7 @@ def _task_lines(study: StudyTable, task: StudyColumn, cells: list[StudyCell]) ->
 
 
 def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
-    """Yield how many pairs of cells are ordered as in the paper, Kendall's τ with its interval, and reversed pairs."""
+    """Yield sentences: how many pairs of cells are ordered as in the paper, Kendall's τ, and the reversed pairs."""
     for order in (order for order in study.orderings if order.task == task.name):
         total = order.agree + order.disagree + order.undecided
         yield clean(
@@ -215,7 +215,7 @@ def rank_distances(comparison: Comparison) -> list[str]:
 
 
 def effect_sizes(comparison: Comparison) -> dict[str, float]:
-    """Return the unit of each measure's changes: its interquartile range over the first model's heads, if defined."""
+    """Map each measure to the unit of its changes, its interquartile range over the first model's heads, if known."""
     rows = (row for row in comparison.rows if not row.measure.startswith(DISTANCE))
     return {row.measure: row.smallest / SMALLEST_SHARE for row in rows if row.smallest is not None}
 
@@ -259,7 +259,7 @@ def _prediction_section(comparison: Comparison) -> Iterator[Section]:
 
 
 def _head_sections(report: Report, comparison: Comparison, most: int | None) -> Iterator[Section]:
-    """Yield a table of at most `most` heads with a significant change, sorted by `rank_distances`, largest first."""
+    """Yield a table of up to `most` heads with significant, not negligible changes, by descending `rank_distances`."""
     by_head: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for change in comparison.rows:
         by_head[change.layer, change.head][change.measure] = change
@@ -299,14 +299,14 @@ def _distance(row: MeasureChange | None) -> str:
 
 
 def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
-    """Format the named change that is largest relative to its measure's interquartile range in the first model."""
+    """Format the change in `named` that is largest relative to the measure's size in `sizes`; `–` if there is none."""
     rows = [row for row in named if row.measure in sizes and row.delta is not None and row.before is not None]
     row = max(rows, key=lambda row: abs(row.delta or 0.0) / sizes[row.measure], default=None)
     return NO_VALUE if row is None else f"{row.measure} {short(row.before or 0.0)} → {short(row.after or 0.0)}"
 
 
 def _least_changes(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """Yield (measure, text) for each tokens.* measure; the text states its smallest detectable change."""
+    """Yield (measure, text) for each tokens.* measure; the text states the smallest change that can be detected."""
     sizes = effect_sizes(comparison)
     known = [row for row in comparison.rows if row.se is not None and source_of(row.measure) == "tokens"]
     for name, values in group_pairs((row.measure, row.least) for row in known if row.least is not None).items():
@@ -363,7 +363,7 @@ def adapter_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _adapter_table(shapes: Shapes, heads: Sequence[Head], names: Sequence[str]) -> Table:
-    """Build a table with one row per head: its changes, and the headline measures (base, adapted, difference)."""
+    """Build a table with one row per head: changes of M, and headline measures (base, adapted, difference)."""
 
     def build_column(heading: str, values: Sequence[float | None], group: str = "") -> Column:
         decimals = decimals_for([value for value in values if value is not None])

@@ -47,7 +47,7 @@ def heads_of(experiment: Experiment) -> int:
 
 
 def measures_of(experiment: Experiment) -> list[str]:
-    """List the measures of a series in display order: main measures first, alternating between sources."""
+    """List the measures of a series in display order: main measures, then the others with alternating sources."""
     names = [name for name, curve in experiment.curves.items() if curve.null_of is None]
     main = sorted((name for name in names if _place(name) < math.inf), key=_place)
     return [*main, *alternate_sources(name for name in names if name not in main)]
@@ -64,11 +64,14 @@ def _place(name: str) -> float:
 
 
 MOST_STEPS = 8
-"""Maximum number of checkpoints shown as columns; in a longer series they are evenly spaced."""
+"""Maximum number of checkpoints shown as columns; a longer series shows evenly spaced checkpoints."""
 
 
 def _series_section(experiment: Experiment, *, whole: bool) -> Section:
-    """Build the section of a series of checkpoints, with its main changed measures or, if `whole`, all changed ones."""
+    """Build the section of a series of checkpoints, with all changed measures if `whole`, else with the main ones.
+
+    If no main measure changes, all changed measures are shown.
+    """
     heads, measures = heads_of(experiment), changed_measures(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
     lines = [f"{format_count(count, 'checkpoint')}, {format_count(heads, 'head')}."]
@@ -113,7 +116,7 @@ def _quartiles(curve: Curve, decimals: int) -> str:
 
 @section(10, "experiments", ("screen",))
 def series_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the main measures of each series of checkpoints."""
+    """Yield one section per series of checkpoints, with its main measures."""
     yield from (_series_section(each, whole=False) for each in shapes.report.experiments if each.trajectories)
 
 
@@ -138,7 +141,7 @@ def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
         yield Section("Questions", items=tuple(_describe(experiment, report) for experiment in plain))
     missing = []
     for experiment in report.experiments:
-        if experiment.trajectories and view != "terminal":  # the screen above shows it
+        if experiment.trajectories and view != "terminal":  # there, the screen shows the main measures
             yield _series_section(experiment, whole=True)
         pairs = ((clean(reason), format_label(experiment, name)) for name, reason in experiment.reasons.items())
         for reason, names in group_pairs(pairs).items():
@@ -148,7 +151,7 @@ def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[str, str]:
-    """Format a figure; if `compared`, add its reference with its origin, the accepted values and the verdict."""
+    """Format the cells of a figure; if `compared`, add the reference, its origin, accepted values and the verdict."""
     value, error = experiment.final[figure], experiment.errors.get(figure)
     decimals = _decimals(experiment, figure)
     known = value is not None and error is not None
@@ -175,8 +178,8 @@ def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[s
 def _decimals(experiment: Experiment, figure: str) -> int:
     """Return the number of decimals that shows the tolerance or error to two significant digits.
 
-    Without a tolerance or error, the number of decimals shows the value to four significant digits. It is SCIENTIFIC if
-    the value is below 1e-4.
+    Without a tolerance or error below 1, the number of decimals shows the value to four significant digits. It is
+    SCIENTIFIC if the value is not 0 and its size is below 1e-4.
     """
     value = experiment.final.get(figure)
     slack = (experiment.tolerance or {}).get(figure) or experiment.errors.get(figure)

@@ -1,4 +1,4 @@
-"""Build the data of a page's interactive part, and sections with the tokens that single heads select in sentences."""
+"""Build the data of a page's interactive part, and sections on the tokens that single heads select."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEGEND = "<query> [selected token] {support vector among the other tokens}; …:
 
 @section(70, "inspection", ("screen",))
 def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield up to five queries of each head's selection as sentences with query, selected tokens and support marked."""
+    """Yield a section per selection: up to five queries as sentences that mark query, selected tokens and support."""
     for selection in shapes.report.inspection.selections:
         queries = "1 query" if len(selection.picks) == 1 else f"{len(selection.picks)} queries"
         sentences = {sentence.sequence: sentence for sentence in selection.sentences}
@@ -52,7 +52,7 @@ def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _pieces(pick: Pick, sentence: Sentence | None) -> Iterator[Piece]:
-    """Yield the pieces of a sentence with their marks; pieces are token positions if the model reads no text."""
+    """Yield the pieces of a sentence with their marks; without a sentence, one piece that gives token positions."""
     marks = [*((place, "selected") for place in pick.selected), *((place, "support") for place in pick.support)]
     if sentence is None:
         yield f"token {pick.query} selects {join_items(pick.selected)}; support: {join_items(pick.support, 20)}", ()
@@ -90,7 +90,7 @@ COMPARED = ("compare", "change")
 
 
 def explorer(shapes: Shapes) -> dict[str, object] | None:
-    """Build the data of the interactive page, with heads in the order of `places`; None if no measure has a value."""
+    """Build the data of the page's interactive part; None if no measure has a value."""
     from attnlens.report.pictures import maps  # imported in functions here and below because it loads matplotlib
 
     report = shapes.report
@@ -154,7 +154,7 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
 
 
 def _typical_places(report: Report, measure: str) -> list[float | None]:
-    """Return each head's percentile among the atlas heads of its part and depth; return [] if no head has one."""
+    """Return each head's percentile among atlas heads of its part and depth, or None; [] if all are None."""
     if report.command != "inspect":  # in other reports heads are retrained, or their values are changes
         return []
     depths = atlas.depths(report)

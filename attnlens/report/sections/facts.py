@@ -26,7 +26,7 @@ def title(report: Report) -> str:
 
 
 def standing(report: Report) -> tuple[str, bool]:
-    """Return a sentence on the coverage, studies or experiments; and True if nothing is missing and nothing failed."""
+    """Return a sentence on coverage, studies or experiments; and True if nothing is missing or failed unexpectedly."""
     if report.studies:
         cells = [cell for study in report.studies for cell in study.cells]
         failed = [cell for cell in cells if cell.problem]
@@ -115,7 +115,7 @@ def ran_on(report: Report) -> str:
 
 
 def build_heading(report: Report, whole: bool) -> Heading:
-    """Build a document's title block; if `whole`, with the model's size and the device."""
+    """Build a document's title block; if `whole`, with the model's size and, even if usual, number type and device."""
     model, settings, error = report.model, report.settings, report.summary.identity_error
     usual = (settings.dtype, settings.device) == ("float32", "cpu")
     facts = [
@@ -142,7 +142,7 @@ def build_heading(report: Report, whole: bool) -> Heading:
 
 
 def _grid(report: Report) -> str:
-    """Format the analysed layers and heads: `, 4 layers × 8 heads`; empty if layers differ in the number of heads."""
+    """Format the numbers of analysed layers and heads: `, 4 layers × 8 heads`; "" if they have unequal numbers."""
     counts = Counter(head.layer for head in report.heads)
     if len(set(counts.values())) != 1:
         return ""
@@ -150,7 +150,7 @@ def _grid(report: Report) -> str:
 
 
 def state_whole(report: Report) -> str:
-    """Return the model's size, ` of 4 layers with 32 heads`, if only a part of it was requested; else ""."""
+    """Return the model's size, ` of 4 layers with 32 heads`, if only some of these heads were requested; else ""."""
     coverage = report.coverage
     if coverage.model_sites is None or coverage.model_heads in (None, coverage.heads):
         return ""
@@ -168,13 +168,13 @@ def conventions(report: Report) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """List caveats of the model's measures, one sentence each, and one on stored tensors that it does not use."""
+    """List caveats of the model's measures, one sentence each, and one on stored tensors that the model ignores."""
     of_model = [] if report.model.conventions is None else report.model.conventions.notes
     return [clean(note) for note in (*of_model, *state_unexpected(report))]
 
 
 def other_base(report: Report) -> list[str]:
-    """Return a warning if the adapter was made for another base model, judged by the last parts of the ids; else []."""
+    """Return, in a list, a warning if the last parts of the model's id and of the adapter's base differ; else []."""
 
     def last(name: str) -> str:
         return name.replace("\\", "/").rstrip("/").rpartition("/")[2].partition("@")[0].lower()
@@ -229,7 +229,7 @@ def note_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 @section(90, [kind for kind in KINDS if kind != "doctor"], ("verbose",))
 @section(95, views=("page",))
 def provenance_section(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the tool, environment, settings and checksums of a report; on a terminal also notes, times and memory."""
+    """Yield the tool, environment, settings, checksums and notes of a report; on a terminal also times and memory."""
     report, versions, settings = shapes.report, shapes.report.environment, shapes.report.settings
     files = [("text", settings.text), ("noise", settings.noise), *(("file", file) for file in report.model.files)]
     items = [

@@ -41,7 +41,7 @@ MOST_TEXTS = 6  # Maximum number of texts with a row at the foot of the table
 @section(40, "inspection", TEXTS)
 @section(40, "experiments", ("markdown",))
 def extreme_heads(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the list of heads with the smallest or largest values of a measure; nothing if there are none."""
+    """Yield the list of heads with the smallest or largest value of some measure; nothing if the list is empty."""
     name = shapes.report.model.layer_name
     items = [(f"layer {name(e.layer)} head {e.head}", clean(e.text)) for e in shapes.report.summary.extremes]
     if items:
@@ -59,7 +59,10 @@ MARKED = (
 @section(35, ("inspection", "experiments"), ("page",))
 @section(98, views=("terminal",))
 def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield a table of all heads × measures, with errors and nulls; tooltips explain missing values."""
+    """Yield a table of all heads × measures, with errors, median nulls and, as tooltips, reasons for missing values.
+
+    A page gets a sentence instead of a table of more than MOST_CELLS cells.
+    """
     if view == "page" and len(shapes.report.heads) * len(shapes.readings) > MOST_CELLS:
         line = "Too many heads for a table without scripts: --csv writes them all."
         yield Section("Every head", lines=(line,), instead=True)
@@ -80,7 +83,7 @@ def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def place_columns(heads: Sequence[HeadId], model: ModelInfo) -> list[Column]:
-    """Build the columns that name heads: layer, head, and part if there are several."""
+    """Build the columns that name heads: layer, head and, if the heads belong to several parts of the model, part."""
     layers = [model.layer_number(head.layer) for head in heads]
     columns = [Column("layer", layers), Column("head", [str(head.head) for head in heads])]
     if len({head.part for head in heads}) > 1:
@@ -120,7 +123,7 @@ def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
         return
     summary = shapes.report.summary
     texts = [clean(f"{text.name} ({text.sequences})") for text in summary.texts[:MOST_TEXTS]]
-    # the rows of the foot: all heads, each text, their sd, the null of the median
+    # the rows of the foot: all heads, each text, the sd between texts, the null of the median
     foot = ["all"] * (len(shapes.layers) > 1) + texts + ["between texts"] * bool(summary.between_texts)
     foot += ["null", "± sd"] * bool(summary.median_nulls)
     names = [Column("layer", shapes.layer_numbers, foot=foot)]
@@ -223,7 +226,7 @@ def _with_error(median: float, error: float | None, decimals: int) -> str:
 
 
 def _commonest(reading: MeasureMap, values: Float[np.ndarray, "*heads"]) -> str:
-    """Format the most frequent category with its count among the heads: `positive 5/8`."""
+    """Format the most frequent category with its count among the heads with a value: `positive 5/8`; `–` if none."""
     counts = Counter(round(value) for value in values[~np.isnan(values)].tolist())
     if not counts:
         return NO_VALUE

@@ -26,8 +26,8 @@ PROMISED = (
     "the interval in 95 % of such runs, and above the interval in 2.5 %."
 )
 MEASURED = "Measured: on the evaluation text."
-HELD_OUT = "Each text's estimate and promise use maps fitted to the other texts, so they cover unseen kinds of text."
-LONE = "All calibration windows come from one text, so the promise does not cover other kinds of text."
+HELD_OUT = "Each text's estimate and prediction use maps fitted to the other texts, so both cover unseen kinds of text."
+LONE = "All calibration windows come from one text, so the prediction does not cover other kinds of text."
 MOST_LAYERS = 12  # Number of layers up to which the screen shows the ranks by layer
 BUDGETED = {"loss": "loss", "ppl": "perplexity"}  # Unit of a budget → quantity that it limits
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
@@ -55,7 +55,7 @@ def rank_section(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Describe a plan in sentences: mean rank, form, estimated and promised rises, savings, missing values."""
+    """Describe a plan in sentences: mean rank, form, rises (estimated, predicted, measured, healed), savings, gaps."""
     what, calibration, text = BUDGETED[plan.unit], clean(plan.calibration), clean(plan.text)
     lines = [f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a {what} {100 * plan.budget:g} % higher"]
     lines += _describe_latents(plan)
@@ -86,8 +86,10 @@ def _describe_latents(plan: Plan) -> Iterator[str]:
     group = form.get("group", "1")
     keys = "each key head has its own latent" if group == "1" else f"{group} key heads share a latent"
     turned = "before" if form.get("rotation") == "before" else "after"
-    by = "by the output" if form.get("metric") == "output" else "by attention"
-    yield f"Latents: {keys}, fitted to keys {turned} the rotation, with pairs weighted {by}"
+    weights = "half by attention, half evenly"
+    if form.get("metric") == "output":
+        weights = "half by the effect on the predictions, a quarter by attention, a quarter evenly"
+    yield f"Latents: {keys}, fitted to keys {turned} the rotation, with pairs weighted {weights}"
     if plan.forms:
         ranked = sorted(plan.forms, key=lambda form: math.inf if form.rise is None else form.rise.share)
         texts = (f"{clean(form.form)} {'diverged' if form.rise is None else share(form.rise.share)}" for form in ranked)
@@ -153,7 +155,7 @@ def plan_rows(plan: Plan) -> Table | None:
 
 @section(40, "swap")
 def healing_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on healing if the report has a single kernel."""
+    """Yield the section on healing if the report has a single kernel and this kernel was healed."""
     swap, *others = shapes.report.swaps
     if swap.healing is not None and not others:
         yield Section("Healing", items=healing_lines(swap.healing))
@@ -170,7 +172,7 @@ def healing_lines(record: Healing) -> list[str]:
         f"{record.parameters:,} parameters trained{of_rank}, learning rate {_rate(record.learning_rate)}"
     ]
     if record.tokens is not None and record.seconds is not None:
-        goal = "the next tokens of the text" if record.goal == "text" else "the original model"
+        goal = "the tokens of the text" if record.goal == "text" else "the original model"
         peak = f"; peak {record.peak_memory_bytes / 2**20:,.0f} MiB" if record.peak_memory_bytes else ""
         many = f"{_count(record.tokens, 'token')}, {_count(record.batch or 0, 'sequence')} per step"
         lines.append(f"Target: {goal}; {many}, {record.seconds:,.0f} s{peak}")
@@ -216,7 +218,7 @@ def _rate(value: float) -> str:
     return f"{value:.0e}".replace("e-0", "e-")
 
 
-MOST, FEW = 10, 3  # Number of most and of least harmful heads or layers shown: of one kernel, of each of several
+MOST, FEW = 10, 3  # Number of most and of least harmful heads or layers shown: for one kernel, for each of several
 MOST_PREDICTORS = 8  # Number of measures shown for a single kernel; FEW are shown for each of several
 
 

@@ -68,7 +68,7 @@ TERMS = {  # Term used on screens and in reports → explanation
     "head": "Heads are named LAYER.HEAD, both counted from 0: 3.7 is head 7 of layer 3. In models of "
     "several parts, the part comes first: decoder.3.7.",
     "effect": "What a change does to the model's predictions: the change of the loss with its 95 % interval and, in "
-    "`compare`, the KL divergence between both models' predictions. Findings on heads state values beside chance.",
+    "`compare`, the KL divergence between both models' predictions. Findings on heads state values and chance instead.",
     "cache": "The keys and values of earlier tokens, which a model keeps while it generates: `ranks` makes the keys "
     "smaller within a loss budget, `swap-kernel --kernel sink-window:4,64` keeps fewer tokens, and `doctor --masks "
     "cache` tests that a pass with the cache gives the same outputs. Findings give its size in bytes or numbers.",
@@ -79,18 +79,19 @@ TERMS = {  # Term used on screens and in reports → explanation
     "part of the evaluated text.",
     "greedy continuation": "Text that the model generates after a prompt by always choosing the most probable token.",
     "latent": "Numbers that a model with `ranks` caches instead of the keys of one head, or of several heads together.",
-    "budget": "The rise in the loss (or perplexity) that `ranks` allows. The estimated rise plus two half-widths of "
-    "its 95 % interval must stay below it, so the rise itself is usually smaller.",
-    "posed": "The SVM's problem is posed for the 64 most decided queries of a head: its key with the largest weight "
-    "must have a larger score than all others.",
+    "budget": "The rise in the loss (or perplexity) that `ranks` allows. The estimated rise plus a margin, twice the "
+    "half-width of its 95 % interval, must stay within the budget, so the rise itself is usually smaller.",
+    "posed": "The SVM's problem is posed for the 64 most decided queries of a head: for each query, the key with the "
+    "largest weight must have a larger score than all other keys.",
     "identified": "A measure is identified if the attention weights determine it. In a causal model, no query is "
     "compared with a later key, so measures of the symmetric part of the scores are not identified.",
     "layer symmetry": "Symmetry of the sum of a layer's matrices M (Saponati et al. 2025); it can differ much from the "
     "symmetry of the heads.",
     "kl": "Kullback–Leibler divergence between two distributions, such as the predictions of two models: 0 if they are "
-    "equal. In `converge`, that of hard selection (all weight on one key) from the head's softmax.",
+    "equal. In `converge`, the divergence of hard selection (all weight on one key) from the head's softmax.",
     "atlas": "Values of the measures in trained models, which ship with attnlens. The page gives a head's percentile "
-    "among their heads (of the same part and third of the layers) and, in the column `pct.`, among its own model's.",
+    "among their heads (of the same part and third of the layers) and, in the column `pct.`, among those of the same "
+    "model.",
     "z": "Distance of a value from chance: (value − mean of the null) / standard deviation of the null.",
     "nats": "Unit of losses, entropies and KL divergences with the natural logarithm: 1 nat is 1.44 bits.",
 }
@@ -117,7 +118,7 @@ NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}  # Titl
 
 
 def measure_list(infos: Iterable[MeasureInfo]) -> Section:
-    """List every measure and curve with its range, meaning and formula, those of the default analyzers first."""
+    """List measures and curves with range, meaning and formula; measures of the default analyzers come first."""
     rows = []
     for info in sorted(infos, key=lambda info: (info.name not in _default_measures(), not info.headline)):
         meaning = _join_lines(info.meaning, info.formula, info.caution, info.paper)
@@ -126,7 +127,7 @@ def measure_list(infos: Iterable[MeasureInfo]) -> Section:
 
 
 def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
-    """List every analyzer: its name, source and question, and the number of measures and curves it returns."""
+    """List analyzers: name, source, question, and the names and number of their measures and curves."""
     rows = []
     for analyzer in analyzers:
         prefixes = f"{analyzer.source}.", f"{analyzer.name}."
@@ -141,7 +142,7 @@ def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
 def kernel_list(
     infos: Iterable[KernelInfo], ties: Iterable[Modifier], filters: Iterable[Modifier], hybrids: Iterable[Modifier] = ()
 ) -> list[Section]:
-    """List every kernel in command-line syntax with its properties; a second table lists ties, filters and hybrids."""
+    """List kernels in command-line syntax with their properties; a second table lists ties, filters and hybrids."""
     kernels = []
     for info in infos:
         facts = (info.meaning, *describe_parameters(info.parameters), describe_fit(info))
@@ -166,7 +167,10 @@ def kernel_list(
 
 
 def architecture_list(measured: str, architectures: Iterable[Architecture]) -> list[Section]:
-    """List every model type with its coverage, route, positions, weights and checks; then list reasons for gaps."""
+    """List model types with coverage, route, positions, weights and checks; a second table lists reasons for gaps.
+
+    `measured` names the versions of the libraries with which the types were run.
+    """
     types = list(architectures)
     counts = Counter(entry.read for entry in types)
     coverage = ", ".join(f"{count} {read}" for read, count in counts.most_common())
@@ -189,7 +193,7 @@ def _folded_table(rows: Sequence[Mapping[str, str]], numbers: Collection[str] = 
 
 
 def _join_lines(first: str, *others: str) -> str:
-    """Join the first line and those of the others that are not empty, one below the other."""
+    """Join `first` and the texts of `others` that are not empty, one per line."""
     return "\n".join(map(clean, (first, *filter(None, others))))
 
 
@@ -207,7 +211,7 @@ def describe_fit(info: KernelInfo) -> str:
 
 
 def describe_parameters(parameters: Iterable[KernelParameter]) -> list[str]:
-    """Describe the meaning and the range of each parameter."""
+    """Return one text per parameter: its name, meaning and range."""
     return [f"{parameter.name}: {parameter.meaning}{_format_range(parameter)}" for parameter in parameters]
 
 
@@ -218,7 +222,7 @@ def _syntax(name: str, parameters: Sequence[KernelParameter]) -> str:
 
 
 def _format_range(parameter: KernelParameter) -> str:
-    """Format the parameter's range, or the words it accepts, in brackets; empty if it has no limits."""
+    """Format a parameter's range and the words it accepts, in brackets; empty if the parameter can be any number."""
     choices = [word for word, _ in parameter.words]
     if choices and parameter.high is None:
         return f" ({' or '.join(choices)})"
@@ -248,7 +252,7 @@ IDENTIFIED = {
 
 
 def measure_pages() -> dict[str, Section]:
-    """Build the page of every measure, curve and distance between two models, keyed by name."""
+    """Build the pages of all measures, of all curves, and of all distances between two models, keyed by name."""
     analyzers = sorted(list_analyzers(), key=lambda analyzer: not analyzer.by_default)
     pages = {info.name: _measure_section(info, analyzer) for analyzer in analyzers for info in analyzer.measures}
     compared = {"tokens": BETWEEN_ROWS, "weights": BETWEEN_FORMS}
@@ -296,7 +300,7 @@ def explanation(name: str) -> Section:
 
 @cache
 def demo_heads() -> dict[str, list[tuple[int, int, float]]]:
-    """Load (layer, head, value) of the smallest and of the largest value in `demo` of each measure of `inspect`."""
+    """Map each measure of `inspect` to its smallest and its largest value in `demo`: (layer, head, value) of each."""
     entries: dict[str, list[tuple[int, int, float]]] = json.loads(DEMO_HEADS.read_text(encoding="utf-8"))
     return entries
 
@@ -340,7 +344,7 @@ def _distance(info: MeasureInfo, source: str) -> Section:
 
 
 def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> Section:
-    """Build the page of a measure, or of a distance between models; `facts` are the lines that only one of them has."""
+    """Build the page of a measure, or of a distance between models; `facts` are the lines specific to its kind."""
     steps = f"; each {bounds(info)}" if info.curve else ""
     reason = f"if {info.missing}" if info.missing != MeasureInfo.missing else "the report states the reason"
     low, high = info.scale
@@ -402,7 +406,7 @@ def _page(name: str, meaning: str, facts: Mapping[str, str]) -> Section:
 
 
 def bounds(info: MeasureInfo) -> str:
-    """Format the range of a measure's possible values: `−1 to 1`, or `any` if no bound is known."""
+    """Format the range of a measure's possible values: `-1 to 1`, or `any` if no bound is known."""
     if info.low is None and info.high is None:
         return "any"
     low = "−∞" if info.low is None else f"{info.low:g}"

@@ -23,9 +23,9 @@ def finding_section(shapes: Shapes, view: View) -> Iterator[Section]:
 
 @section(2, ("inspection", "experiments"), ("screen", "markdown"))
 def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a map of layers × heads; nothing if no measure of the findings differs between heads.
+    """Yield a map of layers × heads; nothing if no numerical measure of the findings differs between heads.
 
-    The map shows the first of these measures if a single analyzer ran, else the one that varies most.
+    The map shows the first such measure if a single analyzer ran, else the one that varies most within its bounds.
     """
     answered = [name for finding in find(shapes) for name in finding.measures if name in shapes.readings]
     shown = [shapes.readings[name] for name in dict.fromkeys(answered) if not shapes.readings[name].labels]
@@ -44,7 +44,7 @@ def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _variation(reading: MeasureMap) -> float:
-    """Return the heads' interquartile range as a share of the measure's range; 0 for a measure without bounds."""
+    """Return a measure's interquartile range over heads / the distance of its bounds; 0 without two bounds."""
     least, most = reading.info.low, reading.info.high
     if least is None or most is None:
         return 0.0
@@ -53,7 +53,7 @@ def _variation(reading: MeasureMap) -> float:
 
 
 def _fold(shapes: Shapes, reading: MeasureMap) -> tuple[list[str], list[str], list[list[float | None]]]:
-    """Return the labels of at most MOST_ROWS rows and MOST_COLUMNS columns, and medians over neighbouring cells."""
+    """Fold a map into MOST_ROWS × MOST_COLUMNS cells at most; return row labels, column labels, and medians by row."""
     (layers, heads), labels, values = reading.values.shape, [], []
     height, width = -(-layers // MOST_ROWS), -(-heads // MOST_COLUMNS)
     for start in range(0, layers, height):

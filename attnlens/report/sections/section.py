@@ -44,9 +44,9 @@ class Table:
 def build_columns(
     rows: Sequence[Mapping[str, str | None]], words: Collection[str] = (), group: str = "", missing: str = NO_VALUE
 ) -> list[Column]:
-    """Build a column per key of the rows, in order of first occurrence; omit keys whose value is None in every row.
+    """Build a column per key of the rows, in order of first occurrence; omit keys that have no value in any row.
 
-    Columns in `words` are aligned left; `missing` replaces cells that are None.
+    Columns in `words` are aligned left; `missing` replaces cells that are absent or None.
     """
     cells = {title: [row.get(title) for row in rows] for title in dict.fromkeys(title for row in rows for title in row)}
     return [
@@ -64,7 +64,7 @@ def build_table(
 ) -> Table | None:
     """Build a table from rows that map column titles to cells; return None if there are no rows.
 
-    Columns in `names` identify the row; those in `words` are aligned left.
+    Columns in `names` identify the rows; columns in `words` are aligned left.
     """
     if not rows:
         return None
@@ -85,7 +85,7 @@ Passage = tuple[str, Sequence[Piece]]  # Caption, and the pieces of a text
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Values by row and column, which a terminal draws as shades; None for a missing value."""
+    """Values by row and column, which a terminal and Markdown show as shades; None for a missing value."""
 
     rows: Sequence[str]  # label of each row
     columns: Sequence[str]  # label of each column
@@ -133,9 +133,9 @@ class Section:
     heat_map: HeatMap | None = None  # shown on a terminal and in Markdown
     notes: Sequence[str] = ()  # explanations of the table
     commands: Sequence[str] = ()  # commands to run next
-    passages: Sequence[Passage] = ()  # texts with marked tokens, shown in a section only on a terminal
+    passages: Sequence[Passage] = ()  # texts with marked tokens; only a terminal shows them in the section
     instead: bool = False
-    """True if a page shows the section only without scripts; with scripts, it draws `Document.explorer` instead."""
+    """True if a page shows the section only to readers without scripts; scripts draw `Document.explorer` instead."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,9 @@ class Document:
 
     head: Heading | None
     sections: Sequence[Section]
-    opening: Sequence[Section] = ()  # first sections of a page: the findings, their errors, and what is missing
+    opening: Sequence[Section] = ()  # first sections of a page: findings, missing values, and commands to run next
     explorer: Mapping[str, object] | None = None
-    """Data of the interactive part of a page, between the opening and the sections."""
+    """Data of the interactive part of a page, between the opening and the sections; None without this part."""
 
 
 View = Literal["screen", "terminal", "markdown", "verbose", "opening", "page"]
@@ -173,9 +173,9 @@ _BUILDERS: dict[tuple[Kind, View], list[tuple[int, Builder]]] = {}
 def section(
     order: int, kinds: Kind | Sequence[Kind] = KINDS, views: Sequence[View] = (*TEXTS, "page")
 ) -> Callable[[Builder], Builder]:
-    """Register a builder for some kinds of report in some views. Modules of this package need no other registration.
+    """Return a decorator that registers a builder for these kinds of report and views; no other registration is needed.
 
-    A view shows sections by ascending `order`. Use 10 to 49 for the subject of that kind of report, 50 to 79 for rules,
+    A view shows sections by ascending `order`. Use 10 to 49 for the subject of a report, 50 to 79 for rules,
     reasons for missing values and selections, and 80 to 99 for explanations and provenance.
     """
 

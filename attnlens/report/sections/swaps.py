@@ -30,8 +30,8 @@ CONTROLS = {  # Role of a control → explanation
     "same size": "a sink-window with a state of equal size (64 tokens and the first 4 if the kernel keeps all)",
     "one key": "one key (hard)",
     "floor": "equal weights (uniform)",
-    "filter alone": "a filter and its kernel alone, or a hybrid's window and far part alone",
-    "far part, healed": "its far part alone after healing",
+    "filter alone": "the filter alone and the kernel alone, or a hybrid's window alone and far part alone",
+    "far part, healed": "the hybrid's far part alone after healing",
 }
 WORDS = {  # Field of a Swap → its name in words, if different
     "kl": "KL",
@@ -79,7 +79,11 @@ def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
 
 
 def format_rise(loss: Change | None, perplexity: Change | None, *, destroyed: bool = False) -> tuple[str, str]:
-    """Format the rise in perplexity, e^Δ − 1 for a rise Δ of the loss, and its interval: `+5.6 %`, `4.9 to 6.4 %`."""
+    """Format the rise in perplexity, e^Δ − 1 for a rise Δ of the loss, and its interval: `+5.6 %`, `4.9 to 6.4 %`.
+
+    Both are factors (`× 12`) if the perplexity grows at least by the factor LARGE. If the model is destroyed, return
+    (DESTROYED, ""); without a loss or perplexity, (`–`, "").
+    """
     if destroyed:
         return DESTROYED, ""
     if loss is None or perplexity is None:
@@ -96,7 +100,7 @@ def format_rise(loss: Change | None, perplexity: Change | None, *, destroyed: bo
 
 
 def effect_name(swap: Swap) -> str:
-    """Name the quantity by which a swap is judged, with its unit: `loss in nats per token`."""
+    """Name the quantity by which a swap is judged, with its unit if it has one: `loss in nats per token`."""
     return EFFECTS[swap.judged_by] + ("" if swap.judged_by == "hidden" else f" in {UNITS[swap.task]}")
 
 
@@ -130,7 +134,7 @@ def measured_controls(swap: Swap) -> list[Control]:
 
 @section(10, "swap", ("screen", "terminal", "markdown", "page"))
 def effect_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield kernel, number of heads and effects; on the screen, a single table, and only for several kernels."""
+    """Yield kernel, number of heads and effects; on the screen, only a table of several kernels, else nothing."""
     report, swaps, swap = shapes.report, shapes.report.swaps, shapes.report.swaps[0]
     single = len(swaps) == 1
     if view == "screen":
@@ -158,7 +162,7 @@ def effect_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def _state_long_range(swap: Swap) -> list[str]:
-    """State the change of the loss on tokens that repeat a bigram from beyond a window; empty if it is unknown."""
+    """State the change of the loss on tokens that repeat a bigram from beyond a window; [] if unknown."""
     if (record := swap.beyond_window) is None:
         return []
     change, decimals = record.change, loss_decimals([record.change])
@@ -170,7 +174,7 @@ def _state_long_range(swap: Swap) -> list[str]:
 
 
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """List (name, outcome) of the stages, or of several kernels, each before its controls; shared controls last."""
+    """List (name, outcome): one kernel's stages, or several kernels, each before its controls; shared controls last."""
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
     # the controls of two kernels differ if their Δ beyond has different windows
@@ -241,7 +245,7 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
 def _loss_cells(
     loss: Change | None, perplexity: Change | None, decimals: int, *, destroyed: bool = False
 ) -> dict[str, str]:
-    """Build the cells of a loss: its value, its change, the perplexity and its rise, with intervals."""
+    """Build the cells of a loss: value, change, perplexity, rise in the perplexity; both changes with intervals."""
     rise, ends = format_rise(loss, perplexity, destroyed=destroyed)
     return {
         "loss": format_number(getattr(loss, "after", None), decimals),
@@ -281,7 +285,7 @@ def _reading_help(report: Report) -> str:
 
 
 def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
-    """Yield a table of the loss on each text, or of the hidden cosine if the model has no loss."""
+    """Yield a table of the loss's change on each text, or of the hidden cosine if swaps are judged by hidden states."""
     hidden = swaps[0].judged_by == "hidden"
     records: list[Sequence[TextChange | TextCosine]]
     records = [swap.hidden_cosine_by_text if hidden else swap.loss_by_text for swap in swaps]
@@ -308,7 +312,7 @@ def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
 
 @section(30, "swap")
 def check_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the formulas of several kernels, the largest errors of the verification, and a single kernel's cost."""
+    """Yield the formulas if there are several kernels, the largest verification errors, and a single kernel's cost."""
     swaps = shapes.report.swaps
     single, facts = len(swaps) == 1, []
     if not single:
@@ -357,7 +361,7 @@ def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 def _without_value(swaps: Sequence[Swap]) -> list[str]:
     """List the fields without a value, one line per reason; name kernel and stage if the report has several."""
     places: list[tuple[str, dict[str, str]]] = []  # kernel and stage, reason by field
-    for swap in swaps:  # its reasons contain those of its last stage
+    for swap in swaps:  # the swap's reasons contain those of its last stage
         kernel = swap.kernel * (len(swaps) > 1)
         for stage in swap.stages[:-1]:
             others = {name: why for name, why in stage.reasons.items() if swap.reasons.get(name) != why}
@@ -377,7 +381,7 @@ def _without_value(swaps: Sequence[Swap]) -> list[str]:
 
 @section(49, "swap", ("verbose", "page"))
 def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield for each kernel a table of its swapped sites, and a table of its loss by position in the sequence."""
+    """Yield for each kernel a table of its swapped sites and, if known, one of its loss by position in the sequence."""
     swaps = shapes.report.swaps
     for swap in swaps:
         name = f" of {clean(swap.kernel)}" if len(swaps) > 1 else ""

@@ -1,4 +1,4 @@
-// Two columns of a sequence's tokens, with lines from each token to those it attends to; one token is lit at a time.
+// Two columns of a sequence's tokens, with lines from each query to its keys; one token is highlighted at a time.
 "use strict";
 
 const LINE = { high: 19, wide: 150, steps: 8, least: 0.06 };

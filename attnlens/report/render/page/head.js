@@ -138,7 +138,7 @@ function curveKey() {
   );
 }
 
-const MARKS = { query: "asks", selected: "is selected", support: "is a support vector" };
+const MARKS = { query: "query", selected: "selected token", support: "support vector" };
 
 function selected(section) {
   if (!section) return [];

@@ -1,4 +1,4 @@
-// Starts the page: the theme switch always, and the explorer if the report has heads.
+// Start the page: the theme switch always, and the explorer if the report has heads.
 "use strict";
 
 function linkHeads() {
