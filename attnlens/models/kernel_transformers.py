@@ -266,7 +266,7 @@ class Embeddings(nn.Module):
         return cast("Tensor", self.table(ids) * self.table.embedding_dim**0.5)
 
     def logits(self, features: States) -> Float[Tensor, "batch tokens vocabulary"]:
-        """Return the logits of every token of the vocabulary."""
+        """Return the logits of all tokens of the vocabulary for each of the features."""
         return features @ self.table.weight.mT
 
 

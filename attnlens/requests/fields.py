@@ -259,14 +259,14 @@ def _analyzers(name: str, value: object) -> tuple[str, ...]:
 
 
 def folder(name: str, value: object) -> str:
-    """Return the path of a folder as a string. Raise UsageError for anything else."""
+    """Return the path of a folder as a string. Raise UsageError if the value is not a local path."""
     place = _place(name, value, "folder")
     local_path(place, f"--{name}")
     return place
 
 
 def _place(name: str, value: object, what: str = "file") -> str:
-    """Return the path of a file or folder as a string. Raise UsageError for anything else."""
+    """Return the path of a file or folder as a string. Raise UsageError if the value is not a path."""
     if isinstance(value, str) and (not value.strip() or "\0" in value):
         raise UsageError(f"--{name} does not name a {what}.", f"Give a path after --{name}, or leave out --{name}.")
     return path(name, value)
@@ -293,7 +293,7 @@ def spelled(pattern: str, problem: str, remedy: str) -> BeforeValidator:
 
 
 def positive(name: str, value: object, below: float = LARGEST) -> float:
-    """Return a positive number below a limit. Raise UsageError for anything else."""
+    """Return the value as a float if it is positive and less than `below`. Raise UsageError otherwise."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < below:
         return float(value)
     limit = "" if below == LARGEST else f" below {below}"

@@ -57,7 +57,7 @@ class Amount:
 
     @classmethod
     def of(cls, value: object) -> Amount:
-        """Parse 200, "200", "2Mtok" or "30min". Raise UsageError for anything else, and for 0."""
+        """Parse 200, "200", "2Mtok" or "30min"; keep an Amount. Raise UsageError for anything else, and for 0."""
         if isinstance(value, cls):
             return value
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:

@@ -281,7 +281,7 @@ def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return a float32 mask (batch, tokens) for a (batch, tokens, …) tensor: 1 at real tokens, 0 at padding."""
+    """Return a float32 mask (batch, tokens) for a (batch, tokens, …) tensor: 0 at masked padding, otherwise 1."""
     mask, ones = _padding_mask(tensor, inputs), tensor.new_ones(tensor.shape[:2], dtype=torch.float32)
     return ones if mask is None else mask.to(ones)
 
@@ -310,7 +310,7 @@ def _part(call: Call, arguments: Mapping[str, object]) -> Part:
 
 @contextmanager
 def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]]:
-    """Inside the `with`, record each site module's latest input, (batch, tokens, d_model); yield inputs by module."""
+    """Inside the `with`, record each site's latest input, (batch, tokens, …, d_model); yield {module: input}."""
     latest: dict[nn.Module, Tensor] = {}
     by_module = {target.module: target for target in sites}
 
@@ -332,7 +332,7 @@ def hide_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
 
 
 def iterate_unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> Iterator[Call]:
-    """Yield one call per sequence, with the padding removed; if no sequence has padding, yield the whole call."""
+    """Yield a call for each sequence with real tokens, padding removed; yield the whole call if there is no padding."""
     masked = hide_padding(call, inputs)
     for batch, queries, keys in real_parts(masked.allowed, call.query.shape[0], site.part):
         yield call if isinstance(queries, slice) else masked.sequences(batch, queries, keys)
@@ -487,7 +487,7 @@ def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], pre
 
 
 def _site_error(target: SiteCall, arguments: Keywords, inputs: Mapping[str, Tensor], precise: Precise) -> Tensor:
-    """Compute ‖original − recomputed‖ / ‖original‖ of a module's output in float64, or raise RuntimeError."""
+    """Compute ‖original − recomputed‖ / ‖original‖ of a module in float64; raise RuntimeError on failure."""
     calls: list[Call] = []
 
     def answer(call: Call) -> Tensor:

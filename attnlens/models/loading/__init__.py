@@ -64,7 +64,7 @@ class Loaded:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the weights; for deferred weights, the type to which they are rounded (float32: not rounded)."""
+        """Data type of the weights; for deferred weights, the type to which they are rounded, by default float32."""
         if self.deferred is None:
             return self.model.dtype
         import torch
@@ -97,16 +97,16 @@ def load(
     """Load the model called `name`: `demo`, a folder, a .gguf or .safetensors file, or a hub id (`org/name@revision`).
 
     A path object always means a file or folder, never the hub. `revision` is a branch, tag or commit of a hub model.
-    `dtype="auto"` keeps the checkpoint's type, with two exceptions: quantised weights are decoded, and on the CPU half
-    precision becomes float32, because it is slow and inaccurate there. `device="auto"` is the first of cuda, mps and
-    cpu that is available. `offline` uses only the local cache, which is also used if no connection to the hub succeeds
-    within two seconds. `trust_remote_code` allows the model's own Python code to run, and `allow_pickle` allows weights
-    that are stored as a pickle. `swapped` loads a model that `swap-kernel --save` wrote, but with the original kernel;
-    `load_swapped` restores the new kernel as well. `adapter` names a LoRA, rsLoRA or DoRA adapter of peft (a folder or
-    a hub id), which is merged into the weights. `from_files` builds the model from shapes alone and reads weights from
-    their files, module by module: the model can't run, but `inspect` can compute its weights.* measures.
-    `device_map="auto"` spreads the model over GPUs, memory (at most `max_cpu_memory`, e.g. "8GB") and disk; then
-    `dtype="auto"` keeps half precision on the CPU, too.
+    `dtype="auto"` keeps the checkpoint's type, with two exceptions: quantised weights are decoded, and half precision
+    becomes float32 on the CPU, where half precision is slow and inaccurate. `device="auto"` is the first of cuda, mps
+    and cpu that is available. `offline` uses only the local cache, which is also used if no connection to the hub
+    succeeds within two seconds. `trust_remote_code` allows the model's own Python code to run, and `allow_pickle`
+    allows weights that are stored as a pickle. `swapped` loads a model that `swap-kernel --save` wrote, but with the
+    original kernel; `load_swapped` restores the new kernel as well. `adapter` names a LoRA, rsLoRA or DoRA adapter of
+    peft (a folder or a hub id), which is merged into the weights. `from_files` builds the model from shapes alone and
+    reads weights from their files, module by module: the model can't run, but `inspect` can compute its weights.*
+    measures. `device_map="auto"` spreads the model over GPUs, memory (at most `max_cpu_memory`, e.g. "8GB") and disk;
+    then `dtype="auto"` keeps half precision on the CPU, too.
 
     Raises UsageError for invalid arguments (unknown dtype, a revision of a folder), and for `device_map` without the
     package accelerate; ModelError if the model or the device does not exist, files are broken, their format does not

@@ -122,7 +122,7 @@ class Adapted:
 def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
     """Merge the adapter into the model's weights in float64, and round the result to the weights' type.
 
-    Raises ModelError if this kind of adapter is not supported, does not match the model, or has broken files; after the
+    Raises ModelError if the adapter is of an unsupported kind, does not match the model, or has broken files; after the
     error, the model must not be used.
     """
     import torch
@@ -214,7 +214,7 @@ def _merge_layer(path: str, layer: LoraLayer) -> None:
 
 
 def _read_settings(file: Path) -> Json:
-    """Read adapter_config.json. Raises ModelError for settings that attnlens does not support."""
+    """Return the non-null settings in adapter_config.json. Raises ModelError if a setting is not supported."""
     if file.stat().st_size > LARGEST:
         raise ModelError(f"{file} is larger than {LARGEST // 2**20} MiB.", SAY_AGAIN)
     settings = {name: value for name, value in locate.read_json(file).items() if value is not None}
@@ -254,7 +254,7 @@ def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> 
 
 @contextmanager
 def _limit_matching() -> Iterator[None]:
-    """Inside the `with`, raise TimeoutError if an expression is too long, or matching all takes over SECONDS."""
+    """Inside the `with`, raise TimeoutError if an expression is too long or if matching takes over SECONDS in total."""
     compiled, spent = cache(regex.compile), 0.0  # peft matches thousands of expressions, too many for regex's own cache
 
     def match(method: str, expression: str, path: str) -> object:

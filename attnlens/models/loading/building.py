@@ -158,7 +158,7 @@ SAY_ONCE = "Save the model again with each tensor stored once."
 
 
 def list_tensors(place: Location) -> dict[str, Stored]:
-    """Return all tensors of the weight files, keyed by name. Raises ModelError if a file is invalid."""
+    """Return {name: Stored} for all tensors of the weight files. Raises ModelError if a file is invalid."""
     readers: dict[Storage, Callable[[Path], dict[str, Stored]]] = {
         "safetensors": lambda file: read_header(LocalFile(file))[0],
         "pickle": read_pickle,
@@ -276,7 +276,7 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
 
 
 def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stored]:
-    """Check a model's files; return the tensors' headers ({} for remote files). Raises ModelError if one is invalid."""
+    """Check a model's files; return {name: Stored} ({} for remote files). Raises ModelError if a file is invalid."""
     from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
     check_entries(place.folder, names_in(place.folder), adapter_too=adapter_too, gguf=bool(place.gguf))
@@ -292,7 +292,7 @@ def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stor
 
 
 def load_config(place: Location) -> PreTrainedConfig:
-    """Load the model's configuration. Raises ModelError if the configuration can't be read."""
+    """Load the config, apply a GGUF file's settings, and clear CHOICES. Raises ModelError if this fails."""
     from transformers import AutoConfig
 
     configs.own_models(place.config.get("model_type"))
@@ -330,7 +330,8 @@ def build_model(
     """Load the model, check it against its files, and return it with transformers' loading info.
 
     `weights` contains tensors read from `files`, or tensors that have only shapes; if it is None, transformers reads
-    the tensors. `stored` contains the tensors' headers, and `spread` transformers' options for several devices.
+    the tensors. `stored` describes the files' tensors, and `spread` contains transformers' options for several
+    devices.
     """
     from transformers import GenerationConfig
 

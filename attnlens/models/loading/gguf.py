@@ -151,7 +151,7 @@ class Settings:
             self.factors[entry.name] = factors
 
     def apply(self, config: PreTrainedConfig) -> None:
-        """Apply settings that transformers ignores. Raises ModelError for a field that `config` contradicts."""
+        """Apply settings that transformers ignores. Raises ModelError for a field that contradicts `config`."""
         if self.architecture in LARGE_GEMMA and hasattr(config, "query_pre_attn_scalar"):
             is_large = config.num_hidden_layers == LARGE_GEMMA[self.architecture]
             per_head = config.hidden_size // config.num_attention_heads

@@ -125,7 +125,7 @@ def check_endpoint() -> None:
 
 
 def reachable(endpoint: str) -> bool:
-    """Return True if `endpoint` or its proxy accepts a connection within PATIENCE s, or raise ModelError if invalid."""
+    """Return True if `endpoint` or its proxy accepts connections in PATIENCE s. Raises ModelError for a bad address."""
     parts, _ = _address(endpoint, "HF_ENDPOINT")
     proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
     target, port = _address(proxy or endpoint, f"{parts.scheme}_proxy" if proxy else "HF_ENDPOINT")
@@ -383,7 +383,7 @@ class Location:
 
     @property
     def notes(self) -> list[str]:
-        """[sentence on unread weights in the folder]; [] if there are none, for remote weights, or if `trusts_link`."""
+        """[sentence on unread weights in the folder], or [] if there are none, they are remote, or `trusts_link`."""
         if self.trusts_link or self.urls:
             return []
         read = {self.file, *(file.name for file in self.weights)}

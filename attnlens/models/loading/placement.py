@@ -30,7 +30,7 @@ GIB = 2**30
 
 
 def free_memory() -> int | None:
-    """Return the bytes that this process can still allocate; the size of the RAM, or None, if no limit is known."""
+    """Return how many bytes this process can still allocate; if no limit is known, the size of the RAM, or None."""
     limits = [1024 * size for size in _counts(MEMINFO, "MemAvailable:")]
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
         _, controllers, path = line.split(":", 2)

@@ -71,7 +71,7 @@ class CodedWeight:
 
 
 def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWeight]:
-    """Return the coded weights by name; {} if the config declares none.
+    """Return the coded weights, keyed by the names of the decoded weights; {} if the config declares none.
 
     Raises ModelError if the files contain none of the declared weights, or a weight both as codes and as numbers.
     """
@@ -339,7 +339,7 @@ def decode_eight_bits(parts: Parts[Tensor], settings: Settings) -> Tensor:
 
 
 def packed_shape(parts: Parts[Stored], _read: PartReader) -> tuple[int, ...]:
-    """Return the unpacked shape of a GPTQ or AWQ weight; its words pack codes of neighbouring inputs or outputs."""
+    """Return the shape (outputs, inputs) of a GPTQ or AWQ weight, whose words pack neighbouring inputs or outputs."""
     words, _, scale, bits = _matrices(parts)
     return scale.shape[1], prod(words.shape) * 32 // (bits * scale.shape[1])
 

@@ -182,7 +182,7 @@ def record(file: LocalFile | RemoteFile, header: bytes) -> FileInParts:
 
 
 def read_header(file: LocalFile | RemoteFile) -> tuple[dict[str, Stored], FileInParts]:
-    """Return the tensors of a safetensors file, and its record for a report. Raises ModelError for an invalid file."""
+    """Return {name: Stored} for a safetensors file, and the file's record. Raises ModelError for an invalid file."""
     length = int.from_bytes(file.read(0, LENGTH), "little") if file.size >= LENGTH else 0
     if not 0 < length <= min(LONGEST, file.size - LENGTH):
         raise ModelError(f"{file.name} is truncated or not a safetensors file.", SAY_AGAIN)
@@ -191,7 +191,7 @@ def read_header(file: LocalFile | RemoteFile) -> tuple[dict[str, Stored], FileIn
 
 
 def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
-    """Return the tensors in a safetensors header. Raises ModelError if it does not describe a file of `size` bytes."""
+    """Return {name: Stored} for a safetensors header. Raises ModelError unless it describes a file of `size` bytes."""
     begin, tensors = LENGTH + len(header), dict[str, Stored]()
     with foreign(f"{file} is truncated or not a safetensors file", SAY_AGAIN):
         for name, entry in json.loads(header).items():
@@ -212,7 +212,7 @@ def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
 
 
 def read_pickle(file: Path) -> dict[str, Stored]:
-    """Return the tensors of an allowed pickle. Raises ModelError unless it is a dict that `weights_only` accepts."""
+    """Return {name: Stored} for an allowed pickle. Raises ModelError unless it is a dict that `weights_only` allows."""
     import torch
 
     try:
