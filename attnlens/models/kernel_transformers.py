@@ -284,7 +284,7 @@ class LanguageModel(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Encoder and decoder with cross-attention: predict each target token from the source and earlier target tokens."""
+    """Encoder–decoder that predicts each target token from the source (by cross-attention) and the tokens before."""
 
     def __init__(self, config: KernelTransformerConfig, form: AttentionForm) -> None:
         super().__init__()

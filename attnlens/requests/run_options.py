@@ -31,7 +31,7 @@ new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")  
 
 
 def is_recorded(field: FieldInfo) -> bool:
-    """Return True if reports record an option; reports omit files, outputs, and how units of work are computed."""
+    """Return True if reports record an option; options of files, outputs and work, and dangerous options, are omitted."""
     about = details(field)
     return not about.get("call_only") and about.get("panel") not in (OUTPUT, WORK)
 
@@ -332,7 +332,7 @@ class CompareRequest(SeriesRequest):
     )
     from_files: bool = keyword(
         "With source='weights': read both models' weights from their files, with at most one layer of each in memory. "
-        "Automatic for a model that does not fit into free memory.",
+        "Automatic for a model that does not fit into free memory and has no adapter.",
         False,
     )
     dtype: DType = dtype_option("float32")

@@ -138,9 +138,9 @@ class RanksRequest(KeptRequest, KernelRequest):
     )
     latents: LatentForm | None = option(
         "Form of the compressed keys (latents): `group=N|all` (key heads per latent), `rotation=before|after` (keys "
-        "before or after RoPE), `metric=attention|output` (weights of errors in attention scores; `attention`: half by "
-        "attention, half even; `output`: half as with `attention`, half by the effect on the predictions); join with "
-        "commas.",
+        "before or after RoPE), `metric=attention|output` (weighting of errors in scores; `attention`: half by "
+        "attention, half evenly; `output`: half as with `attention`, half by their effect on the predictions); join "
+        "with commas.",
         metavar="FORM",
         shown="the best form on calibration text",
     )

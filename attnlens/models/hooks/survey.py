@@ -109,7 +109,7 @@ class Survey:
 
     @property
     def missed(self) -> dict[str, str | None]:
-        """Path of each attention module that is not a site → the reason; None if the module did not run."""
+        """Path of each innermost attention module that is not a site → the reason; None if the module did not run."""
         named = dict(self.model.named_modules())
         parts_of_sites = {part for target in self.sites for part in target.module.modules()}
         refused = {name: self.refused[module] for name, module in named.items() if module in self.refused}
@@ -445,10 +445,11 @@ Precise = Callable[[SiteCall], AbstractContextManager[tuple[PreTrainedModel, nn.
 def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise | None = None) -> float:
     """Compute ‖original − recomputed‖ / ‖original‖ of the output that changes most when attnlens recomputes attention.
 
-    Rounding alone can exceed the tolerance in a deep, saturated or half-precision model. Such a model is measured site
-    by site: each module computes in float64 on the inputs that it has in the unmodified model, unless a module cannot
-    compute in float64 or two passes of the model differ. `precise` provides the float64 modules; if it is None, the
-    model's own modules are converted one by one.
+    Rounding alone can exceed the tolerance in a deep, saturated or half-precision model. If the error exceeds the
+    tolerance, the model is measured site by site: each module computes in float64 on the inputs that it has in the
+    unmodified model. Exceptions: the model is already in float64, a module cannot compute in float64, or two passes of
+    the model differ. `precise` provides the float64 modules; if it is None, the model's own modules are converted one
+    by one.
     """
     error = difference(model, inputs, answer_calls(model, recompute))
     may_be_rounding = error > IDENTITY_TOLERANCE and model.dtype != torch.float64
