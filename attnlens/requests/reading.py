@@ -53,7 +53,7 @@ def choose_analyzers(
 
 
 def files(request: Feeding) -> list[str]:
-    """Return the names of the text files, or [pairs] if `pairs` is set. Raise UsageError if both are set."""
+    """Return the names of the text files, or [pairs] if `pairs` is set. Raise UsageError if `text` is set, too."""
     if request.pairs is None:
         return list(request.text)
     if request.text:

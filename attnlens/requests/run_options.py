@@ -31,7 +31,7 @@ new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")  
 
 
 def is_recorded(field: FieldInfo) -> bool:
-    """Return True if reports record an option; options of files, outputs and work, and dangerous options, are omitted."""
+    """Return True if reports record an option. Dangerous ones, files, outputs and ways to compute units are omitted."""
     about = details(field)
     return not about.get("call_only") and about.get("panel") not in (OUTPUT, WORK)
 

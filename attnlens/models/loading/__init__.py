@@ -240,7 +240,7 @@ def _describe(
 
 
 def _note_untied(model: PreTrainedModel) -> list[str]:
-    """Return a note if the config ties the output matrix to the embedding, but the files differ; otherwise []."""
+    """Return [note] if the config ties the output matrix to the embedding, but the files contain another; else []."""
     output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if output is None or not getattr(model.config, "tie_word_embeddings", False):
         return []
