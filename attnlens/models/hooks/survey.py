@@ -488,7 +488,7 @@ def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], pre
 
 
 def _site_error(target: SiteCall, arguments: Keywords, inputs: Mapping[str, Tensor], precise: Precise) -> Tensor:
-    """Compute ‖original − recomputed‖ / ‖original‖ of a module in float64; raise RuntimeError on failure."""
+    """Compute ‖original − recomputed‖ / ‖original‖ of a module's output in float64; raise RuntimeError on failure."""
     calls: list[Call] = []
 
     def answer(call: Call) -> Tensor:
