@@ -46,9 +46,9 @@ class AttentionForm:
     """The form of attention Σ_j k(x_i, x_j)/Σ_j k(x_i, x_j) · v(x_j) over the allowed keys j (Tsai et al., Def. 1)."""
 
     kernel: str = "exponential"
-    """Kernel k in command-line syntax, such as `rbf:gamma=1`; if `positions` is "sum", its arguments include them."""
+    """Kernel k in command-line syntax, such as `rbf:gamma=1`; with positions "sum", its arguments include positions."""
     symmetric: bool = False  # True if queries and keys share one projection, W_Q = W_K
-    positions: Placing = "none"  # how positions enter
+    positions: Placing = "none"  # how positions enter the kernel
     places: tuple[Place, ...] = ("encoder", "decoder", "cross")  # the attention modules that use positions
     in_value: bool = False  # True if values include positions, v(x) = (f + t)W_V (Eq. 7), not v(x) = f W_V (Eq. 8)
     primal: Literal["none", "last", "all"] = "none"  # layers with Primal-Attention (Chen et al. 2023)
@@ -266,7 +266,7 @@ class Embeddings(nn.Module):
         return cast("Tensor", self.table(ids) * self.table.embedding_dim**0.5)
 
     def logits(self, features: States) -> Float[Tensor, "batch tokens vocabulary"]:
-        """Return the logits of every token of the vocabulary."""
+        """Return the logits of all tokens of the vocabulary for each of the features."""
         return features @ self.table.weight.mT
 
 
@@ -284,7 +284,7 @@ class LanguageModel(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Encoder and decoder with cross-attention, which predict each next token of a target from the source."""
+    """Encoder–decoder that predicts each target token from the source (by cross-attention) and the tokens before."""
 
     def __init__(self, config: KernelTransformerConfig, form: AttentionForm) -> None:
         super().__init__()

@@ -208,7 +208,7 @@ def layer_list(what: str, value: object) -> list[int | str] | None:
 
 
 def head(value: object) -> tuple[int | str, int]:
-    """Parse (layer, head), `3.7` or `decoder.3.7`; a layer of a named part is a string. Raise UsageError otherwise."""
+    """Parse (3, 7), `3.7` or `decoder.3.7` as (layer, head); `decoder.3` is a string. Raise UsageError otherwise."""
     named = isinstance(value, tuple) and isinstance(value[0], str) and not value[0].isdecimal()
     written = ".".join(map(str, value)) if named and isinstance(value, tuple) else value
     match = (
@@ -234,7 +234,7 @@ def one_head(value: object, layers: object, heads: object) -> dict[str, list[int
 
 
 def _integers(what: str, value: object) -> list[int]:
-    """Return the items of an iterable as integers, or an empty list if an item is not an integer of at least 0."""
+    """Return the items of an iterable as integers, or [] if an item is not an integer from 0 to LARGEST."""
     items = several(what, value) if isinstance(value, Iterable) else []
     integers = [number for item in items if (number := _integer(item)) is not None and 0 <= number <= LARGEST]
     return integers if len(integers) == len(items) else []
@@ -259,14 +259,14 @@ def _analyzers(name: str, value: object) -> tuple[str, ...]:
 
 
 def folder(name: str, value: object) -> str:
-    """Return the path of a folder as a string. Raise UsageError for anything else."""
+    """Return the path of a folder as a string. Raise UsageError if the value is not a local path."""
     place = _place(name, value, "folder")
     local_path(place, f"--{name}")
     return place
 
 
 def _place(name: str, value: object, what: str = "file") -> str:
-    """Return the path of a file or folder as a string. Raise UsageError for anything else."""
+    """Return the path of a file or folder as a string. Raise UsageError if the value is not a path."""
     if isinstance(value, str) and (not value.strip() or "\0" in value):
         raise UsageError(f"--{name} does not name a {what}.", f"Give a path after --{name}, or leave out --{name}.")
     return path(name, value)
@@ -293,7 +293,7 @@ def spelled(pattern: str, problem: str, remedy: str) -> BeforeValidator:
 
 
 def positive(name: str, value: object, below: float = LARGEST) -> float:
-    """Return a positive number below a limit. Raise UsageError for anything else."""
+    """Return the value as a float if it is positive and less than `below`. Raise UsageError otherwise."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < below:
         return float(value)
     limit = "" if below == LARGEST else f" below {below}"
@@ -302,7 +302,7 @@ def positive(name: str, value: object, below: float = LARGEST) -> float:
 
 Words = Annotated[tuple[str, ...], checks(words)]  # Names or paths; a single name or path is accepted too
 AnalyzerNames = Annotated[tuple[str, ...], checks(_analyzers)]
-Numbers = Annotated[list[int], checks(numbers)]  # Numbers of heads
+Numbers = Annotated[list[int], checks(numbers)]  # Head numbers, within a layer
 Layers = Annotated[list[int | str], checks(layer_list)]  # Layers as numbers, or with their part: `decoder.2`
 Whole = Annotated[int, BeforeValidator(lambda value: value if (number := _integer(value)) is None else number)]
 """Whole number (a Python or numpy integer)."""

@@ -1,4 +1,4 @@
-"""Derive settings and analyzers from options, and check them before anything heavy is imported."""
+"""Derive settings and analyzers from options, and check the options before torch is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnlens.requests.run_options import Feeding, is_recorded
 
 def settings(request: Feeding) -> Settings:
     """Return a report's settings; changed options that `Settings` lacks go to `options` if reports record them."""
-    later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # known after the model is loaded
+    later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # set after the model is loaded
     fields = type(request).model_fields
     known = {name: getattr(request, name) for name in Settings.model_fields if name in fields and name not in later}
     others = {
@@ -28,7 +28,7 @@ def settings(request: Feeding) -> Settings:
 def choose_analyzers(
     requested: Settings, named: Sequence[str], select: str, show: str | None, *, adapted: bool = False
 ) -> tuple[list[Analyzer | Gathering], Settings]:
-    """Return the analyzers to run, and the settings with their names and the selection rule.
+    """Return the analyzers to run, and the settings with the analyzers' names and the selection rule.
 
     If `adapted`, the model has an adapter, and the analyzers that compare it with the base model run too. Raise
     UsageError for unknown names, and for a source, `select` or `show` that the analyzers do not support.
@@ -53,7 +53,7 @@ def choose_analyzers(
 
 
 def files(request: Feeding) -> list[str]:
-    """Return the names of the text files. Raise UsageError if both `text` and `pairs` are set."""
+    """Return the names of the text files, or [pairs] if `pairs` is set. Raise UsageError if `text` is set, too."""
     if request.pairs is None:
         return list(request.text)
     if request.text:

@@ -1,6 +1,6 @@
 """Options of runs, each defined once with its help, bounds and default.
 
-The fields of these models are the keywords of the Python functions and the options of the commands.
+The fields of these classes are the keywords of the Python functions and the options of the commands.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")  
 
 
 def is_recorded(field: FieldInfo) -> bool:
-    """Return True if reports record an option; they omit files, outputs, and how units of work are computed."""
+    """Return True if reports record an option. Dangerous ones, files, outputs and ways to compute units are omitted."""
     about = details(field)
     return not about.get("call_only") and about.get("panel") not in (OUTPUT, WORK)
 
@@ -91,8 +91,8 @@ class SpreadRequest(Request):
     """Options for loading a model larger than the available memory."""
 
     from_files: bool = keyword(
-        "With source='weights': read the query and key weights from the model's files, one layer at a time. A model "
-        "that does not fit into memory is always read this way.",
+        "With source='weights': read the query and key weights from the model's files, one layer at a time. "
+        "Automatic if the model does not fit into free memory, unless an adapter is given.",
         False,
     )
     device_map: Literal["auto"] | None = keyword(
@@ -182,7 +182,7 @@ class CheckRequest(Request):
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 dtype_option = partial(
     option,
-    "Data type of the model's weights: `auto`, `float32`, `float64`, `bfloat16` or `float16`. Measures of heads are "
+    "Data type of the weights: `auto`, `float32`, `float64`, `bfloat16` or `float16`. Measures of heads are "
     "always computed in float64.",
     metavar="TYPE",
 )
@@ -213,7 +213,7 @@ class Feeding(Loading):
     """Options for loading a model and for choosing its input."""
 
     text: Words = several_files(
-        "Text file to run the model on; `-` for stdin; `FILE.tsv` with one pair of texts per line; or "
+        "Text file to read; `-` for stdin; `FILE.tsv` with one pair of texts per line; or "
         "`datasets:NAME` for a dataset (optional suffixes: `,config=C` `,split=S` `,column=T`). Repeatable "
         f"(in ATTNLENS_TEXT, separate files with `{os.pathsep}`). Default: built-in texts."
     )
@@ -266,7 +266,9 @@ class ModelRequest(Feeding):
     layers: fields.Layers | None = option(
         "Analyse only these layers, e.g. `0-3,7`; `decoder.0-3` in models with several parts.", metavar="NUMBERS"
     )
-    heads: fields.Numbers | None = option("Analyse only these heads, e.g. `0,5`.", metavar="NUMBERS")
+    heads: fields.Numbers | None = option(
+        "Analyse only heads with these numbers in each layer, e.g. `0,5`.", metavar="NUMBERS"
+    )
 
 
 class SeriesRequest(ModelRequest):
@@ -314,7 +316,7 @@ class InspectRequest(WorkRequest, SeriesRequest):
 
 
 def place_weights(options: dict[str, object], places: Mapping[object, dict[str, object]]) -> dict[str, object]:
-    """Return the options with a value of `device` in `places` replaced by the options that it stands for."""
+    """Return the options; if the value of `device` is in `places`, replace `device` by the options it stands for."""
     place = options.get("device")
     if not isinstance(place, str) or place not in places:
         return options
@@ -330,7 +332,7 @@ class CompareRequest(SeriesRequest):
     )
     from_files: bool = keyword(
         "With source='weights': read both models' weights from their files, with at most one layer of each in memory. "
-        "A model that does not fit into memory is always read this way.",
+        "Automatic for a model that does not fit into free memory and has no adapter.",
         False,
     )
     dtype: DType = dtype_option("float32")
@@ -348,7 +350,7 @@ class CompareRequest(SeriesRequest):
 
 
 def _listed(known: tuple[str, ...], noun: str, name: str, value: object) -> str:
-    """Return distinct names as `eager,sdpa`, from such a string or an iterable. Raise UsageError for unknown names."""
+    """Return distinct names joined by commas, from such a string or an iterable. Raise UsageError for unknown names."""
     names = value.replace(" ", "").split(",") if isinstance(value, str) else fields.words(name, value)
     for each in names:
         checked_name(noun, each, known)
@@ -362,7 +364,7 @@ Masks = Annotated[str, checks(partial(_listed, MASKS, "mask"))]
 
 
 class DoctorRequest(ModelRequest):
-    """Options of `doctor`, which needs little text and computes in double precision."""
+    """Options of `doctor`, which by default reads little text and computes in double precision."""
 
     windows: Whole = input_option(WINDOWS_HELP, 2, least=1)
     backends: Backends | None = option(

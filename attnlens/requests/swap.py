@@ -57,7 +57,7 @@ class Amount:
 
     @classmethod
     def of(cls, value: object) -> Amount:
-        """Parse 200, "200", "2Mtok" or "30min". Raise UsageError for anything else, and for 0."""
+        """Parse 200, "200", "2Mtok" or "30min"; keep an Amount. Raise UsageError for anything else, and for 0."""
         if isinstance(value, cls):
             return value
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
@@ -86,7 +86,9 @@ class KernelRequest(ModelRequest):
         "Change attention only in these layers, e.g. `0-3,7`; `decoder.0-3` in models with several parts.",
         metavar="NUMBERS",
     )
-    heads: fields.Numbers | None = option("Change attention only in these heads, e.g. `0,5`.", metavar="NUMBERS")
+    heads: fields.Numbers | None = option(
+        "Change attention only in heads with these numbers in each layer, e.g. `0,5`.", metavar="NUMBERS"
+    )
     controls: bool = keyword(
         "Also measure trivial alternatives to each kernel: a sink-window of the same size, `hard`, `uniform`, and the "
         "branches of filtered kernels and hybrids.",
@@ -136,8 +138,9 @@ class RanksRequest(KeptRequest, KernelRequest):
     )
     latents: LatentForm | None = option(
         "Form of the compressed keys (latents): `group=N|all` (key heads per latent), `rotation=before|after` (keys "
-        "before or after RoPE), `metric=attention|output` (how errors are weighted: by attention, or half by "
-        "attention and half by their effect on the output); join with commas.",
+        "before or after RoPE), `metric=attention|output` (weighting of errors in scores; `attention`: half by "
+        "attention, half evenly; `output`: half as with `attention`, half by their effect on the predictions); join "
+        "with commas.",
         metavar="FORM",
         shown="the best form on calibration text",
     )
@@ -151,16 +154,16 @@ class HealRequest(KeptRequest, KernelRequest):
     """Options of `heal`, without the kernel."""
 
     train: Annotated[Amount, checks(lambda _name, value: Amount.of(value))] = option(
-        "Amount of training: steps (`200`), tokens (`20k`) or time (`2h`). Tokens are also written `20ktok`, `2M` or "
-        "`2Mtok`, and times `90s` or `30min`. W_Q, W_K and the kernel's parameters are trained.",
+        "Amount of training: steps (`200`), tokens (`20k`) or time (`2h`). Tokens can also be written as `20ktok`, "
+        "`2M` or `2Mtok`, and times as `90s` or `30min`. W_Q, W_K and the kernel's parameters are trained.",
         Amount(STEPS, "steps"),
         metavar="AMOUNT",
         typed=str,
         shown=str(STEPS),
     )
     learn: HealingGoal = option(
-        "Learn from the original model (`teacher`) or the text (`text`): `teacher` imitates the model's predictions, "
-        "`text` predicts the text's next tokens.",
+        "Goal of training: imitate the original model's predictions (`teacher`), or predict the text's tokens (`text`; "
+        "in masked models the masked tokens, in others the next ones).",
         "teacher",
         metavar="GOAL",
         noun="--learn",
@@ -189,7 +192,7 @@ class HealRequest(KeptRequest, KernelRequest):
 
 
 def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[Kernel]:
-    """Return the kernels of `swap_kernel`. Raise UsageError for contradictions, OutputError for --save's folder."""
+    """Return the kernels of `swap_kernel`. Raise UsageError for contradictions, OutputError for an unusable --save."""
     kernels = _parse_kernels(words("kernels", spellings), request)
     if not kernels:
         raise UsageError("No kernel given.", "Give one, e.g. --kernel rbf.")
@@ -210,7 +213,7 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
 
 
 def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, RanksRequest]:
-    """Return the kernel, the plan and the completed request of `find_ranks`. Raise UsageError for contradictions."""
+    """Return [kernel], plan (or None) and completed request of `find_ranks`. Raise UsageError for contradictions."""
     plan, request = _read_plan(request)
     return _parse_kernels([_unlimited(request.latents if plan is None else plan.form)], request), plan, request
 
@@ -218,7 +221,7 @@ def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, Rank
 def heal_kernels(
     kernel: str | Sequence[str] | None, request: HealRequest
 ) -> tuple[list[Kernel], Plan | None, HealRequest]:
-    """Return the kernel, the plan and the completed request of `heal`. Raise UsageError for contradictions."""
+    """Return [kernel], plan (or None) and completed request of `heal`. Raise UsageError for contradictions."""
     plan, request = _read_plan(request)
     spellings = list(dict.fromkeys(words("kernel", (BUDGETED if plan else KERNEL) if kernel is None else kernel)))
     if len(spellings) != 1:
@@ -244,12 +247,12 @@ def heal_kernels(
 
 
 def reads_calibration(kernels: Sequence[Kernel], fit: bool) -> bool:
-    """Return True if at least one kernel is fitted to calibration text."""
+    """Return True if at least one kernel is fitted to calibration text, given the option `fit`."""
     return any(kernel.fits and kernel.fit_reads and (kernel.needs_fit or fit) for kernel in kernels)
 
 
 def _parse_kernels(spellings: Sequence[str], request: KernelRequest) -> list[Kernel]:
-    """Parse kernels and omit repeated ones. Raise UsageError for contradictions, OutputError for --save's folder."""
+    """Parse kernels and omit repeated ones. Raise UsageError for contradictions, OutputError for an unusable --save."""
     from attnlens.kernels import parsed
 
     files = {"text": request.text, "calibration": request.calibration, "prompts": [request.prompts]}

@@ -299,7 +299,7 @@ def test_refusals_come_in_two_lines_and_load_nothing_heavy(here):
 
 HEAVY = [
     ("converge --revisions step1,step2", ("one hub model",)),
-    ("converge demo --revisions step1,step2", ("no revision",)),
+    ("converge demo --revisions step1,step2", ("cannot have a revision",)),
     ("converge org/model --revisions step1,,step2", ("empty name",)),
     (f"{USE} --layers 99", ("lacks layer 99", "0 to 3")),
     *((f"{USE} {words}", (part,)) for words, part in (

@@ -203,7 +203,7 @@ def test_mistaken_names_and_options_are_refused(folder, tmp_path):
         (folder, {"dtype": "float23"}, "float32"),
         (folder, {"device": "abacus"}, "abacus"),
         (folder, {"device": "meta"}, "meta"),
-        (folder, {"revision": "main"}, "no revision 'main'"),
+        (folder, {"revision": "main"}, "cannot have a revision ('main')"),
         ("demo@main", {}, "no revisions"),
         ("a/b@c", {"revision": "d"}, "contradict"),
     )

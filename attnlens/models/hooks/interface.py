@@ -1,4 +1,4 @@
-"""Watch a model's attention, or replace its kernel, inside a `with` that restores the model at its end."""
+"""Watch a model's attention, or replace its kernel: inside a `with`, or permanently (`install`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PIECES = ("Output", "Projection", "Structure", "Bias", "MLP", "Norm", "Residual"
 """Endings of class names that contain "Attention" although the module does not compute attention."""
 
 Implementations = list[tuple[PreTrainedConfig, str | None]]
-"""The name of the attention implementation of each configuration."""
+"""Pairs of a configuration and the name of its attention implementation."""
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def answer_calls(
     content: Collection[Tensor] | None = None,
     prove: bool = False,
 ) -> Iterator[Refused]:
-    """Compute all attention of `model` with `answer` inside the `with`; yield the reason for each unreadable module.
+    """Compute all attention of `model` with `answer` inside the `with`; yield {unreadable module: reason}.
 
     Hand-written attention is traced in `modules` (None: in all). See `trace_attention` for `content` and `prove`.
     """
@@ -235,9 +235,9 @@ def watch(
     visit: Callable[[Site, Call], None],
     answered: Callable[[Site, Tensor], None] | None = None,
 ) -> AbstractContextManager[CallCounter]:
-    """Inside the `with`, pass each attention computation at `sites` to `visit`, and its output to `answered`.
+    """Inside the `with`, pass each attention computation to `visit`, and its output to `answered`.
 
-    The attention is recomputed with the model's own kernel.
+    `sites` are all sites of the model. The attention is recomputed with the model's own kernel.
     """
     swaps = dict.fromkeys(sites, Replacement(OWN))
     return replace(model, sites, swaps, every_site=False, visit=visit, answered=answered)
@@ -256,8 +256,9 @@ def replace(
 ) -> Iterator[CallCounter]:
     """Inside the `with`, use the new kernels at the sites of `swaps`, and the model's own kernel at all other sites.
 
-    `path` chooses the algorithm for the new kernels. `visit` gets each attention computation at the sites of `swaps`,
-    and `answered` gets its output, (batch, queries, heads, value_dim). Raises UsageError if a kernel does not support a
+    `sites` are all sites of the model; a module that runs attention without being a site raises ModelError. `path`
+    chooses the algorithm for the new kernels. `visit` gets each attention computation at the sites of `swaps`, and
+    `answered` gets its output, (batch, queries, heads, value_dim). Raises UsageError if a kernel does not support a
     site. With `every_site`, raises ModelError at the end of the `with` if a site of `swaps` was never reached.
     """
     by_path = defaultdict[str, list[Site]](list)
@@ -265,7 +266,7 @@ def replace(
         by_path[site.path].append(site)
     paths = {module: path for path, module in model.named_modules()}
     counter = CallCounter()
-    calls = counter.calls  # the number of a module's call identifies the site
+    calls = counter.calls  # the number of a module's earlier calls identifies the site
 
     def begin_pass(*_: object) -> None:
         # round up counts left incomplete by a pass that an exception ended

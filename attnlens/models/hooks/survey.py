@@ -32,9 +32,10 @@ PARTS_BY_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "aud
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
-    """Map modules outside the decoder to the modality that their innermost submodel reads.
+    """Map each module to the part (vision, audio or text) whose modality the module's innermost submodel reads.
 
-    Modules of submodels with several or unknown modalities are left out. Return {} if all modalities are equal.
+    The decoder of an encoder–decoder, and submodels with several or unknown modalities, are left out. Return {} if all
+    modalities are equal.
     """
     by_module: dict[nn.Module, Part | None] = {}
     for inner in model.modules():  # outer modules first
@@ -78,7 +79,7 @@ class SiteCall:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """The permutation that brings the axes of the module's inputs into the order (batch, tokens, …, d_model)."""
+        """Permutation of the axes of the module's inputs to (batch, tokens, …, d_model); the identity if none fits."""
         hidden, query = self.arguments[self.input_name], self.call.query
         usual = tuple(range(hidden.dim()))
         for axes in (usual, (1, 0, *usual[2:]), (0, *usual[2:], 1)) if hidden.dim() > 2 else ():
@@ -88,7 +89,7 @@ class SiteCall:
         return usual
 
     def sequences(self, hidden: Tensor, layout: tuple[int, ...] | None = None) -> Tensor:
-        """Permute an input of the module by `layout` (None: by this call's layout) to (batch, tokens, …, d_model)."""
+        """Permute an input by `layout` (None: this call's) to (batch, tokens, …, d_model); add a missing batch axis."""
         return hidden[None] if hidden.dim() == 2 else hidden.permute(layout or self.layout)
 
     def inputs(self, layout: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
@@ -108,7 +109,7 @@ class Survey:
 
     @property
     def missed(self) -> dict[str, str | None]:
-        """Path of each attention module that is not a site → the reason; None if the module did not run."""
+        """Path of each innermost attention module that is not a site → the reason; None if the module did not run."""
         named = dict(self.model.named_modules())
         parts_of_sites = {part for target in self.sites for part in target.module.modules()}
         refused = {name: self.refused[module] for name, module in named.items() if module in self.refused}
@@ -180,7 +181,7 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
 
 @contextmanager
 def finite_weights(model: PreTrainedModel) -> Iterator[bool]:
-    """Context manager: weights that are NaN or infinite are 0 inside the `with`; yield True if there are any."""
+    """Inside the `with`, set weights that are NaN or infinite to 0; yield True if there are any."""
     replaced = [
         (weight.data, places, weight.data[places])
         for weight in model.parameters()
@@ -196,7 +197,7 @@ def finite_weights(model: PreTrainedModel) -> Iterator[bool]:
 
 
 def number_within_parts(sites: Sequence[Site]) -> list[Site]:
-    """Give the layers of each part (encoder, decoder …) their own numbers; return sites of a single part unchanged."""
+    """Return the sites with layers numbered within each part (encoder, decoder …); if there is one part, unchanged."""
     by_part = group_pairs((site.part, site) for site in sites)
     if len(by_part) == 1:
         return list(sites)
@@ -244,13 +245,13 @@ def without_cache(model: PreTrainedModel) -> dict[str, bool]:
 def without_logits(model: PreTrainedModel) -> dict[str, int]:
     """Return the keyword argument that limits logits to the last position; {} if `forward` has no such argument.
 
-    It saves time in passes whose logits are not used: if the vocabulary is large, logits take longer than the layers.
+    The argument saves time if logits are not used: with a large vocabulary, logits can take longer than the layers.
     """
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def real_outputs(result: object, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the top-level floating-point outputs or, if there are none, the nested outputs, without padding."""
+    """Return the floating-point outputs, padding removed: top-level tensors or, if there are none, nested ones."""
     values = result.to_tuple() if isinstance(result, ModelOutput) else cast("tuple[object, ...]", result)
     outputs = list(filter(_is_floating, values)) or list(filter(_is_floating, tensors(values)))
     return [at_real_tokens(output, inputs) for output in outputs]
@@ -261,7 +262,7 @@ def _is_floating(value: object) -> bool:
 
 
 def as_float64(value: Any, device: torch.device | None = None) -> Any:
-    """Convert real and complex tensors, also nested ones, to double precision, on `device` unless that is None."""
+    """Convert floating-point and complex tensors, also nested ones, to double precision; move tensors to `device`."""
     if isinstance(value, Tensor):
         value = value if device is None else value.to(device)
         wide = torch.complex128 if value.is_complex() else torch.float64
@@ -272,7 +273,7 @@ def as_float64(value: Any, device: torch.device | None = None) -> Any:
 
 
 def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Remove the padding from a (batch, tokens, …) tensor: (real tokens, …); return any other tensor unchanged."""
+    """Remove the padding from a tensor (batch, tokens, …) → (real tokens, …); unchanged if no mask has this shape."""
     mask = _padding_mask(tensor, inputs)
     if mask is None:
         return tensor
@@ -280,7 +281,7 @@ def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return a float32 mask (batch, tokens) for a (batch, tokens, …) tensor: 1 at real tokens, 0 at padding."""
+    """Return a float32 mask (batch, tokens) for a (batch, tokens, …) tensor: 0 at masked padding, otherwise 1."""
     mask, ones = _padding_mask(tensor, inputs), tensor.new_ones(tensor.shape[:2], dtype=torch.float32)
     return ones if mask is None else mask.to(ones)
 
@@ -309,7 +310,7 @@ def _part(call: Call, arguments: Mapping[str, object]) -> Part:
 
 @contextmanager
 def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]]:
-    """Inside the `with`, record each site module's latest input, (batch, tokens, d_model); yield inputs by module."""
+    """Inside the `with`, record each site's latest input, (batch, tokens, …, d_model); yield {module: input}."""
     latest: dict[nn.Module, Tensor] = {}
     by_module = {target.module: target for target in sites}
 
@@ -331,7 +332,7 @@ def hide_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
 
 
 def iterate_unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> Iterator[Call]:
-    """Yield a call for each sequence without its padding; yield the call as a whole if no sequence has padding."""
+    """Yield a call for each sequence with real tokens, padding removed; yield the whole call if there is no padding."""
     masked = hide_padding(call, inputs)
     for batch, queries, keys in real_parts(masked.allowed, call.query.shape[0], site.part):
         yield call if isinstance(queries, slice) else masked.sequences(batch, queries, keys)
@@ -340,10 +341,10 @@ def iterate_unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> It
 def real_parts(
     allowed: Tensor | None, sequences: int, part: Part
 ) -> Iterator[tuple[list[int], Tensor | slice, Tensor | slice]]:
-    """Yield the sequences of a batch with the indices of their queries and keys that are not padding.
+    """Yield, for each sequence of a batch, [its index] and the indices of its queries and keys that are not padding.
 
-    Keys that no query sees are padding; in cross-attention, queries that see no key are padding, too. A batch without
-    padding is yielded as a whole.
+    Keys that no query sees are padding. In cross-attention, queries that see no key are padding; otherwise, queries at
+    the positions of padded keys. Sequences that are all padding are skipped. A batch without padding is yielded whole.
     """
     keys = queries = torch.ones(1, 1, dtype=torch.bool)
     if allowed is not None:
@@ -372,7 +373,7 @@ def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[s
 
 @contextmanager
 def record_outputs(blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, object]]:
-    """Record the output of each block in the forward pass inside the `with`, keyed by the block's path."""
+    """Inside the `with`, record the latest output of each block; yield outputs keyed by the block's path."""
     paths = {block: path for path, block in blocks}
     outputs: dict[str, object] = {}
 
@@ -444,10 +445,11 @@ Precise = Callable[[SiteCall], AbstractContextManager[tuple[PreTrainedModel, nn.
 def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise | None = None) -> float:
     """Compute ‖original − recomputed‖ / ‖original‖ of the output that changes most when attnlens recomputes attention.
 
-    Rounding alone can exceed the tolerance in a deep, saturated or half-precision model. Such a model is measured site
-    by site: each module computes in float64 on the inputs that it has in the unmodified model, unless a module cannot
-    compute in float64 or two passes of the model differ. `precise` provides the float64 modules; if it is None, the
-    model's own modules are converted one by one.
+    Rounding alone can exceed the tolerance in a deep, saturated or half-precision model. If the error exceeds the
+    tolerance, the model is measured site by site: each module computes in float64 on the inputs that it has in the
+    unmodified model. Exceptions: the model is already in float64, a module cannot compute in float64, or two passes of
+    the model differ. `precise` provides the float64 modules; if it is None, the model's own modules are converted one
+    by one.
     """
     error = difference(model, inputs, answer_calls(model, recompute))
     may_be_rounding = error > IDENTITY_TOLERANCE and model.dtype != torch.float64
@@ -486,7 +488,7 @@ def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], pre
 
 
 def _site_error(target: SiteCall, arguments: Keywords, inputs: Mapping[str, Tensor], precise: Precise) -> Tensor:
-    """Compute ‖original − recomputed‖ / ‖original‖ of a module in float64; raise RuntimeError if the module fails."""
+    """Compute ‖original − recomputed‖ / ‖original‖ of a module's output in float64; raise RuntimeError on failure."""
     calls: list[Call] = []
 
     def answer(call: Call) -> Tensor:

@@ -1,4 +1,4 @@
-"""Load a model by its name, and describe it.
+"""Load a model by its name, and describe the model.
 
 Contents: locate.py finds the files, on this machine or a hub; configs.py and gguf.py check configs and headers before
 anything is built; building.py builds the model with transformers; stored.py reads headers and byte ranges, quantised.py
@@ -54,17 +54,17 @@ class Loaded:
     kind: InputKind  # Kind of input that the model reads
     missing_keys: tuple[str, ...] = ()  # Parameters that the checkpoint lacks; their values are random
     unused_keys: tuple[str, ...] = ()  # Tensors of the checkpoint that the model does not use
-    notes: tuple[str, ...] = ()  # Sentences for the report about the files that were read
-    adapter: Adapted | None = None  # The adapter that was merged into the weights
+    notes: tuple[str, ...] = ()  # Sentences, for reports, about the files that were read
+    adapter: Adapted | None = None  # The adapter that was merged into the weights, or None
     folder: Path | None = None  # Folder of the checkpoint; None for a model in memory
     deferred: DeferredWeights | None = None
-    """Reader of the weights, module by module, if the model has only shapes; None if the weights are in memory."""
+    """Reader of the weights, module by module, if the model has only shapes; otherwise None."""
     shapes: Loaded | None = None
     """The same model with only shapes, to read weights from files; None unless this model is spread over devices."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the weights."""
+        """Data type of the weights; for deferred weights, the type to which they are rounded, by default float32."""
         if self.deferred is None:
             return self.model.dtype
         import torch
@@ -73,7 +73,7 @@ class Loaded:
 
     @property
     def nonfinite(self) -> list[str]:
-        """Names of parameters with NaN or Inf, in the model's order; deferred weights count only after being read."""
+        """Names of parameters with NaN or Inf: all of them or, if weights are read from files, those found so far."""
         source = self if self.shapes is None else self.shapes
         return nonfinite_tensors(self.model) if source.deferred is None else source.deferred.nonfinite
 
@@ -97,21 +97,22 @@ def load(
     """Load the model called `name`: `demo`, a folder, a .gguf or .safetensors file, or a hub id (`org/name@revision`).
 
     A path object always means a file or folder, never the hub. `revision` is a branch, tag or commit of a hub model.
-    `dtype="auto"` keeps the checkpoint's type, except that half precision becomes float32 on the CPU, where half
-    precision is slow and inaccurate, and that a GGUF file is dequantised. `device="auto"` is the first of cuda, mps and
-    cpu that is available. `offline` uses only the local cache, which is also used if no connection to the hub succeeds
-    within two seconds. `trust_remote_code` allows the model's own Python code to run, and `allow_pickle` allows weights
-    that are stored as a pickle. `swapped` loads a model that `swap-kernel --save` wrote, but with the original kernel;
-    `load_swapped` restores the new kernel as well. `adapter` names a LoRA, rsLoRA or DoRA adapter of peft (a folder or
-    a hub id), which is merged into the weights. `from_files` builds the model from shapes alone and reads weights from
-    their files, module by module: the model can't run, but `inspect` can compute its weights.* measures.
-    `device_map="auto"` spreads the model over GPUs, memory (at most `max_cpu_memory`, e.g. "8GB") and disk, in the
-    checkpoint's type.
+    `dtype="auto"` keeps the checkpoint's type, with two exceptions: quantised weights are decoded, and half precision
+    becomes float32 on the CPU, where half precision is slow and inaccurate. `device="auto"` is the first of cuda, mps
+    and cpu that is available. `offline` uses only the local cache, which is also used if no connection to the hub
+    succeeds within two seconds. `trust_remote_code` allows the model's own Python code to run, and `allow_pickle`
+    allows weights that are stored as a pickle. `swapped` loads a model that `swap-kernel --save` wrote, but with the
+    original kernel; `load_swapped` restores the new kernel as well. `adapter` names a LoRA, rsLoRA or DoRA adapter of
+    peft (a folder or a hub id), which is merged into the weights. `from_files` builds the model from shapes alone and
+    reads weights from their files, module by module: the model can't run, but `inspect` can compute its weights.*
+    measures. `device_map="auto"` spreads the model over GPUs, memory (at most `max_cpu_memory`, e.g. "8GB") and disk;
+    then `dtype="auto"` keeps half precision on the CPU, too.
 
-    Raises UsageError for invalid arguments (unknown dtype, a revision of a folder); ModelError if the model or the
-    device does not exist, files are broken, the model needs a pickle or its own code without permission, a package is
-    missing, the weights don't fit the config, the model was saved with another kernel, or the adapter is invalid or
-    belongs to another base model; TooLargeError if the model does not fit into free memory.
+    Raises UsageError for invalid arguments (unknown dtype, a revision of a folder), and for `device_map` without the
+    package accelerate; ModelError if the model or the device does not exist, files are broken, their format does not
+    support `from_files` or `device_map`, the model needs a pickle or its own code without permission, another package
+    is missing, the weights don't fit the config, the model was saved with another kernel, or the adapter is invalid or
+    belongs to another base model; TooLargeError if the model does not fit into free memory (only on the CPU).
     """
     options = locals()
     Loading(**{name: options[name] for name in Loading.model_fields})  # raises UsageError for invalid values
@@ -122,7 +123,7 @@ def load(
     if not swapped:
         _refuse_swapped(place)
     if from_files and adapter is not None:
-        problem = "--device files (from_files=True) never loads the whole model, so it can't merge an adapter."
+        problem = "--device files (from_files=True) never loads the whole model, so no adapter can be merged."
         raise ModelError(problem, "Merge the adapter into the model, save the merged model, and load it.")
     files = None if adapter is None else find_adapter(_name_of(adapter), offline=offline)
     stored = check_files(place, adapter_too=files is not None and files.folder.samefile(place.folder))
@@ -136,7 +137,7 @@ def load(
 def _load_into_memory(
     place: Location, stored: Mapping[str, Stored], adapter: Location | None, dtype: str, device: torch.device
 ) -> Loaded:
-    """Load the model at `place` onto `device`, with quantised weights decoded and the adapter merged."""
+    """Load the model at `place` onto `device`; decode quantised weights, and merge the adapter if there is one."""
     import torch
 
     from attnlens.models.loading.deferred import SafetensorsFiles
@@ -167,7 +168,7 @@ def _load_into_memory(
 
 
 def _load_spread(place: Location, stored: Mapping[str, Stored], dtype: str, max_cpu_memory: str | None) -> Loaded:
-    """Load the model over all devices, and again with only shapes.
+    """Load the model spread over all devices; `shapes` of the result is the same model with only shapes.
 
     Raises ModelError unless the weights are unquantised safetensors.
     """
@@ -239,7 +240,7 @@ def _describe(
 
 
 def _note_untied(model: PreTrainedModel) -> list[str]:
-    """Return a sentence if the config ties the output matrix to the embedding, but the files contain another matrix."""
+    """Return [note] if the config ties the output matrix to the embedding, but the files contain another; else []."""
     output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if output is None or not getattr(model.config, "tie_word_embeddings", False):
         return []

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # Start of the name of every tensor that peft writes
 PART = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?")
-"""Pattern of a low-rank tensor's name: the path of its module, and its kind."""
+"""Pattern of the name of a LoRA or DoRA tensor; the groups are the module's path and the tensor's kind."""
 LONGEST, SECONDS = 4096, 10.0
 """Maximum length of an expression for module names, and time limit for matching all expressions."""
 LARGEST = 2**20  # Maximum size of adapter_config.json in bytes, since each of its names is compared with every module
@@ -55,7 +55,7 @@ SAY_AGAIN = "Download the adapter again."
 
 
 def find_adapter(name: str, *, offline: bool) -> Location:
-    """Find the adapter `name`: a folder or a hub id. Raises ModelError if there is none, or if peft is missing."""
+    """Find the adapter `name`: a folder or a hub id. Raises ModelError if it does not exist, or if peft is missing."""
     if find_spec("peft") is None:
         raise ModelError("--adapter needs peft, which is not installed.", "Run: pip install 'attnlens[adapters]'")
     path = with_home(name)
@@ -89,7 +89,7 @@ class Adapted:
 
     info: AdapterInfo
     layers: Mapping[str, LoraLayer]
-    """peft's merged layers, removed from the model, keyed by the wrapped module's path; without base weights (meta)."""
+    """peft's merged layers, taken out of the model, keyed by the wrapped module's path; base weights are on `meta`."""
     originals: Mapping[str, Tensor]
     """Values, in the base model, of the parameters that the adapter replaces entirely, keyed by parameter name."""
     unplaced: tuple[str, ...]  # The adapter's full (not low-rank) tensors that match no parameter of the model
@@ -122,7 +122,7 @@ class Adapted:
 def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
     """Merge the adapter into the model's weights in float64, and round the result to the weights' type.
 
-    Raises ModelError if this kind of adapter is not supported, does not match the model, or has broken files; after the
+    Raises ModelError if the adapter is of an unsupported kind, does not match the model, or has broken files; after the
     error, the model must not be used.
     """
     import torch
@@ -183,7 +183,7 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
 def _refuse_lost_biases(
     settings_file: Path, model: PreTrainedModel, modules: Iterable[str], present: Collection[str]
 ) -> None:
-    """Raise ModelError if a bias of an adapted module was trained, as the settings declare, but is not present."""
+    """Raise ModelError if a bias of an adapted module, trained according to the settings, is not in `present`."""
     biases = {f"{path}.bias" for path in modules if getattr(model.get_submodule(path), "bias", None) is not None}
     if lost := sorted(biases.difference(present)):
         problem = f"{settings_file} declares trained biases, but the adapter lacks {format_names(lost)}."
@@ -214,7 +214,7 @@ def _merge_layer(path: str, layer: LoraLayer) -> None:
 
 
 def _read_settings(file: Path) -> Json:
-    """Read adapter_config.json. Raises ModelError for settings that attnlens does not support."""
+    """Return the non-null settings in adapter_config.json. Raises ModelError if a setting is not supported."""
     if file.stat().st_size > LARGEST:
         raise ModelError(f"{file} is larger than {LARGEST // 2**20} MiB.", SAY_AGAIN)
     settings = {name: value for name, value in locate.read_json(file).items() if value is not None}
@@ -232,7 +232,7 @@ def _read_settings(file: Path) -> Json:
 
 
 def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Map parameters of peft and of the model to stored tensors; also return the tensors that match no parameter."""
+    """Map names of peft's and the model's parameters to stored names; also return stored names without a parameter."""
     names, unplaced = dict[str, str](), list[str]()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     present = parameters | {path for path, _ in model.named_modules()}
@@ -254,7 +254,7 @@ def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> 
 
 @contextmanager
 def _limit_matching() -> Iterator[None]:
-    """Inside the `with`, raise TimeoutError if an expression is too long or peft needs over SECONDS to match all."""
+    """Inside the `with`, raise TimeoutError if an expression is too long or if matching takes over SECONDS in total."""
     compiled, spent = cache(regex.compile), 0.0  # peft matches thousands of expressions, too many for regex's own cache
 
     def match(method: str, expression: str, path: str) -> object:
@@ -334,7 +334,7 @@ def _check_tensors(
                 )
             else:
                 cause = "the adapter was trained on another base model"
-                remedy = f"{say_base} If MODEL already is that model: {SAY_AGAIN}"
+                remedy = f"{say_base} If MODEL already is that model, download the adapter again."
             raise ModelError(f"{problem}: {cause}.", remedy)
         if entry.encoded:
             problem = f"The adapter stores {shorten_text(stored)} in the type {entry.type}, which is not supported."

@@ -47,7 +47,7 @@ SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")
 def check_loaded(
     place: Location, model: PreTrainedModel, stored: Mapping[str, Stored], loading_info: LoadingInfo
 ) -> None:
-    """Raise ModelError if the loaded model differs from its files according to transformers' loading info.
+    """Raise ModelError if the loaded model differs from its files; `loading_info` is transformers' record of the load.
 
     transformers itself raises no error if it ignores an adapter's tensors, reads quantised codes as numbers, fills
     mismatched parameters with random values, or picks one of two tensors stored for the same parameter.
@@ -150,7 +150,7 @@ def _leaf(name: str) -> str:
 
 
 def names_in_model(name: str, prefix: str) -> tuple[str, ...]:
-    """Return a tensor's possible names in the model: unchanged, with the base model's prefix added, or removed."""
+    """Return a tensor's possible names in the model: unchanged, with the base model's `prefix`, and without it."""
     return name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")
 
 
@@ -158,7 +158,7 @@ SAY_ONCE = "Save the model again with each tensor stored once."
 
 
 def list_tensors(place: Location) -> dict[str, Stored]:
-    """Return all tensors of the weight files, keyed by name. Raises ModelError if a file is invalid."""
+    """Return {name: Stored} for all tensors of the weight files. Raises ModelError if a file is invalid."""
     readers: dict[Storage, Callable[[Path], dict[str, Stored]]] = {
         "safetensors": lambda file: read_header(LocalFile(file))[0],
         "pickle": read_pickle,
@@ -184,14 +184,14 @@ DOWNLOADING = ("datasets", "huggingface_hub", "fsspec", "httpx", "urllib3")  # l
 
 @contextmanager
 def silence_logging(*names: str) -> Iterator[None]:
-    """Let transformers, accelerate and the loggers `names` log only critical messages inside the context.
+    """Let transformers, accelerate, fake tensors and the loggers `names` log only critical messages inside the context.
 
     Their messages repeat a config's content, including control characters; serious problems are raised as errors. Mamba
     logs missing kernels when it first runs, and torch logs computations that need more than shapes.
     """
     from transformers.utils.logging import get_logger
 
-    get_logger("transformers")  # sets the level that transformers logs by default
+    get_logger("transformers")  # sets transformers' default level
     with ExitStack() as undo:
         for logger in map(getLogger, ("transformers", "accelerate", "torch._subclasses.fake_tensor", *names)):
             undo.callback(logger.setLevel, logger.level)
@@ -203,9 +203,10 @@ def silence_logging(*names: str) -> Iterator[None]:
 def quiet(place: Location | None = None) -> Iterator[None]:
     """Inside the context, silence progress bars, logs and warnings, block code from the hub, and parse GGUF only once.
 
-    Code from the hub is blocked by a patch, because no setting blocks it: if the package `kernels` is installed, RWKV,
-    YOSO and MRA call transformers' get_kernel while they are built, in spite of use_kernels=False and USE_HUB_KERNELS
-    (which is read only when transformers is first imported), and HF_HUB_OFFLINE allows code that was cached earlier.
+    With `place`, old names in its config are accepted, too. Code from the hub is blocked by a patch, because no setting
+    blocks it: if the package `kernels` is installed, RWKV, YOSO and MRA call transformers' get_kernel while they are
+    built, in spite of use_kernels=False and USE_HUB_KERNELS (which is read only when transformers is first imported),
+    and HF_HUB_OFFLINE allows code that was cached earlier.
     """
     from transformers.utils import logging
 
@@ -233,10 +234,10 @@ def quiet(place: Location | None = None) -> Iterator[None]:
 
 
 TIMES, PARTS_TIMES = 8, 16
-"""Largest allowed ratio of the numbers in a model to those in its files, which store tied weights once; and of its
-modules and tensors to the tensors in its files."""
+"""Largest allowed ratios: of the numbers in a model to those in its files, which store tied weights once; and of the
+model's modules and tensors to the tensors in its files."""
 SPARE, SPARE_BUFFERS, SPARE_PARTS = 2**24, 2**28, 2**12
-"""Allowances beyond these ratios: numbers in weights, in buffers (position tables, masks), and modules and tensors."""
+"""Allowances beyond these ratios: of numbers in weights, of numbers in buffers (position tables, masks), of parts."""
 
 
 @contextmanager
@@ -275,7 +276,7 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
 
 
 def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stored]:
-    """Check a model's files; return their tensors ({} if they are remote). Raises ModelError if any is invalid."""
+    """Check a model's files; return {name: Stored} ({} for remote files). Raises ModelError if a file is invalid."""
     from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
     check_entries(place.folder, names_in(place.folder), adapter_too=adapter_too, gguf=bool(place.gguf))
@@ -291,7 +292,7 @@ def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stor
 
 
 def load_config(place: Location) -> PreTrainedConfig:
-    """Load the model's configuration. Raises ModelError if the configuration can't be read."""
+    """Load the config, apply a GGUF file's settings, and clear CHOICES. Raises ModelError if this fails."""
     from transformers import AutoConfig
 
     configs.own_models(place.config.get("model_type"))
@@ -329,7 +330,8 @@ def build_model(
     """Load the model, check it against its files, and return it with transformers' loading info.
 
     `weights` contains tensors read from `files`, or tensors that have only shapes; if it is None, transformers reads
-    the tensors. `stored` contains the tensors' headers, and `spread` transformers' options for several devices.
+    the tensors. `stored` describes the files' tensors, and `spread` contains transformers' options for several
+    devices.
     """
     from transformers import GenerationConfig
 

@@ -50,7 +50,7 @@ def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type
 
 
 def own_models(model_type: object) -> ModuleType | None:
-    """Import and return the module that registers the models saved by `reproduce`; None for other model types."""
+    """Import and return the module that registers `reproduce`'s model type; return None for other model types."""
     if model_type != KERNEL_TRANSFORMER:
         return None
     from attnlens.models import kernel_transformers
@@ -59,7 +59,7 @@ def own_models(model_type: object) -> ModuleType | None:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the part that reads text, or of the encoder if two parts read text (MusicGen)."""
+    """Return the config of the part that reads text (the encoder, if two do: MusicGen), or `config` if none does."""
     try:
         return config.get_text_config()
     except ValueError:  # ambiguous: two parts read text
@@ -132,7 +132,7 @@ SIZES = {  # Names of widths, layer counts and head counts in the configs of tra
     *("n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
 }
 LISTED = re.compile(r"(layers?|depths?|num_labels)$")
-"""Pattern of the names of counts; config classes build lists or maps of that many entries before they check it."""
+"""Pattern of the names of counts; config classes build lists or maps of that length before they check the count."""
 SHARED_LAYERS, MOST_LABELS = 1000, 2**20
 """Number of layers that is always allowed, since layers can share tensors (ALBERT); maximum number of labels."""
 CHOICES = {  # Settings that choose the code that computes a model, or the file from which its weights are read
@@ -157,14 +157,14 @@ LARGEST_SHARE = 16
 DTYPES = ("dtype", "torch_dtype")  # Names of the field that gives the weights' type
 OTHER_ROPES = ("default", "axial", "main", "mrope", "xdrope", "su")
 """Rotation types that transformers supports, but does not list in its table of functions. `su` is longrope's old name,
-which transformers replaces only in part."""
+which transformers does not replace everywhere."""
 SAY_CORRECT = "Correct the config, or download the model again."
 SAY_BELONGS = "Use the config.json that belongs to these weights."
 SAY_UNQUANTISED = "Get an unquantised or GGUF version of the model."
 
 
 def check_config(place: Location) -> None:
-    """Raise ModelError for invalid values that transformers does not check, unknown quantisation, or untrusted code."""
+    """Raise ModelError for invalid or unsupported values that transformers would accept, and for untrusted code."""
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -205,7 +205,7 @@ def check_config(place: Location) -> None:
             method = _method(value) if isinstance(value, dict) else value
             if path not in READ_SETTINGS or not isinstance(method, str) or method not in DECODED:
                 problem = f"{place.folder / CONFIG}: according to {shorten_text(path)}, the weights are quantised with"
-                supported = f"supported are GGUF and, for the whole or the language model, {', '.join(DECODED)}"
+                supported = f"supported are GGUF and, for the whole model or its language model, {', '.join(DECODED)}"
                 raise ModelError(f"{problem} {shorten_text(str(method))}; {supported}.", SAY_UNQUANTISED)
     if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING and not place.trusts_code:
         problem = f"{place.id} contains Python code, which would run on this machine."
@@ -213,7 +213,7 @@ def check_config(place: Location) -> None:
 
 
 def quantisation(place: Location) -> tuple[str | None, Json]:
-    """Return the quantisation method and its settings, or (None, {}) for plain weights.
+    """Return the quantisation method and its settings, or (None, {}) for plain weights and methods not in DECODED.
 
     Raises ModelError for a variant of the method that is not supported.
     """
@@ -298,7 +298,7 @@ def clear_choices(config: object) -> None:
 
 
 def sizes(config: Mapping[str, object]) -> Iterator[tuple[str, int]]:
-    """Yield (dotted path, size) for the SIZES in a config and its nested configs, such as text_config.hidden_size."""
+    """Yield (dotted path, size) for SIZES in a config and its nested configs; with latent attention, not head_dim."""
     # latent attention has separate head sizes, and head_dim can then be 0 (GLM 5)
     is_latent = any(path.endswith("qk_nope_head_dim") for path, _ in fields(config))
     names = SIZES - {"head_dim"} if is_latent else SIZES

@@ -72,7 +72,7 @@ class DeferredWeights:
             yield self.model, module
 
     def _stored_names(self, module: nn.Module, wanted: Collection[str]) -> list[str]:
-        """Return the stored names of the tensors from which the module's `wanted` parameters are made."""
+        """Return the stored names of a module's tensors: of its `wanted` parameters, and of all that are converted."""
         inside = f"{self._paths[module]}."
         targets = {inside + name for name in wanted}
         return [
@@ -83,12 +83,12 @@ class DeferredWeights:
         ]
 
     def sample(self, modules: Iterable[nn.Module]) -> bytes:
-        """Return some stored bytes of each tensor of these modules, to detect changes to the files."""
+        """Return some stored bytes of each parameter of these modules, to detect changes to local files."""
         names = [self._stored_names(module, dict(module.named_parameters())) for module in modules]
         return self.files.sample(dict.fromkeys(chain.from_iterable(names)))
 
     def _place(self, module: nn.Module, wanted: Collection[str]) -> None:
-        """Read the tensors of a module, convert them with transformers, and assign them to its parameters."""
+        """Read a module's `wanted` parameters from the files, convert them with transformers, and assign them."""
         # glibc keeps freed memory between used blocks: 0.1 to 0.2 GB after 36 layers of an 8 B model
         if os.name == "posix" and hasattr(library := CDLL(None), "malloc_trim"):
             library.malloc_trim(0)
@@ -111,7 +111,7 @@ class DeferredWeights:
 
     @cached_property
     def _targets(self) -> Mapping[str, tuple[str, bool]]:
-        """Stored name → (name of the first parameter or buffer made from this tensor, True if it is converted)."""
+        """Stored name → (name of the first parameter or buffer made from the tensor, True if it is converted)."""
         renamings = [entry for entry in self._mapping if isinstance(entry, core_model_loading.WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, core_model_loading.WeightConverter)]
         state, prefix, targets = self.model.state_dict(), self.model.base_model_prefix, {}

@@ -59,7 +59,7 @@ def read_header(path: Path) -> Header:
     if fields.get("split.count", 1) != 1:
         raise ModelError(f"{path} is one part of a split GGUF model.", say_merge(str(path)))
     if (kind := fields.get("general.type", "model")) != "model":
-        raise ModelError(f"{path} contains no model, but {format_value(kind)} (general.type).", SAY_PATH)
+        raise ModelError(f"{path} is not a model: its general.type is {format_value(kind)}.", SAY_PATH)
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         problem = f"{path} has general.alignment = {format_value(alignment)}, which is not a positive integer."
@@ -126,7 +126,7 @@ HIDDEN_SCALES = ("logit_scale", "residual_scale", "embedding_scale", "use_parall
 """Fields of some llama.cpp architectures that change hidden states or logits; they, too, must agree with the model."""
 KNOWN = {*ATTRIBUTES, *SHAPES, *ROTARY, *UNSUPPORTED, *QWEN_35, *CHECKED, *HIDDEN_SCALES}
 GATING = {"gpt-oss": 3, "minimax-m2": 2}
-"""Architecture → ggml's number of the function that weights experts; for others 1, the softmax over all experts."""
+"""Architecture → ggml's number of the function that weights experts. All others: 1, the softmax over all experts."""
 BETAS = (("fast", 32.0), ("slow", 1.0))
 """Ends of YaRN's ramp, in rotations over the original context, with llama.cpp's defaults."""
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
@@ -151,7 +151,7 @@ class Settings:
             self.factors[entry.name] = factors
 
     def apply(self, config: PreTrainedConfig) -> None:
-        """Apply settings that transformers ignores. Raises ModelError for a field that `config` can't express."""
+        """Apply settings that transformers ignores. Raises ModelError for a field that contradicts `config`."""
         if self.architecture in LARGE_GEMMA and hasattr(config, "query_pre_attn_scalar"):
             is_large = config.num_hidden_layers == LARGE_GEMMA[self.architecture]
             per_head = config.hidden_size // config.num_attention_heads
@@ -238,7 +238,7 @@ class Settings:
 
     @cached_property
     def _scaling(self) -> tuple[str, float]:
-        """Type and factor of rotary scaling; as in llama.cpp, a factor without a type means linear scaling."""
+        """Type and factor of rotary scaling, or ("none", 1); a factor without a type means linear, as in llama.cpp."""
         factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 0.0)) or 1.0
         kind = str(self.fields.get("rope.scaling.type") or "linear")
         self._require("rope.scaling.type", kind in ("none", "linear", "yarn", "longrope"))
@@ -250,7 +250,7 @@ class Settings:
         return kind, factor
 
     def _rotation(self, config: PreTrainedConfig) -> dict[str, object]:
-        """Return the scaling as transformers' rope_parameters, or {}. Raises ModelError if it is not supported."""
+        """Return transformers' rope_parameters for the scaling, or {} for none. Raises ModelError if unsupported."""
         kind, factor = self._scaling
         first = int(self._number("rope.scaling.original_context_length", 0)) or config.max_position_embeddings
         stretch = self._number("rope.scaling.attn_factor", 1.0)
@@ -296,7 +296,7 @@ class Settings:
             config.original_max_position_embeddings = rotation["original_max_position_embeddings"]
 
     def _frequencies(self, count: int, *, local: bool) -> NDArray[numpy.float64]:
-        """Compute llama.cpp's `count` rotary frequencies (of sliding windows if `local`); [] for invalid settings."""
+        """Compute llama.cpp's `count` rotary frequencies (in sliding layers if `local`); [] for invalid settings."""
         base, kind, factor = self._number("rope.freq_base", 10000.0), *self._scaling
         if local:
             base = self._number("rope.freq_base_swa", 10000.0 if self.architecture == "gemma3" else base)

@@ -125,7 +125,7 @@ def check_endpoint() -> None:
 
 
 def reachable(endpoint: str) -> bool:
-    """Return True if `endpoint` or its proxy connects within PATIENCE seconds. Raises ModelError for a bad address."""
+    """Return True if `endpoint` or its proxy accepts connections in PATIENCE s. Raises ModelError for a bad address."""
     parts, _ = _address(endpoint, "HF_ENDPOINT")
     proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
     target, port = _address(proxy or endpoint, f"{parts.scheme}_proxy" if proxy else "HF_ENDPOINT")
@@ -220,7 +220,7 @@ def describe_placeholder(path: Path) -> tuple[str, str] | None:
 
 
 def read_json(path: Path) -> Json:
-    """Read the JSON object in a model's file. Raises ModelError if the file can't be read or contains another type."""
+    """Read the JSON object in a model's file. Raises ModelError if the file can't be read or contains anything else."""
     try:
         return read_object(path, ModelError, SAY_AGAIN)
     except ModelError:
@@ -232,7 +232,7 @@ def read_json(path: Path) -> Json:
 def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
     """Return the sorted names of the weight files that an index lists.
 
-    Raises ModelError if there are none, or if a name is a path or does not end in `suffix`.
+    Raises ModelError if the index lists none, or if a name is a path or does not end in `suffix`.
     """
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
@@ -246,9 +246,9 @@ def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
 
 
 def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
-    """Return a weight file's path. Raises ModelError unless it is a readable regular file.
+    """Return a weight file's path. Raises ModelError unless the path is a readable regular file.
 
-    A link that leads out of `folder` is refused unless `may_lead_out` is True.
+    Placeholders such as Git LFS pointers are refused, and links out of `folder` unless `may_lead_out` is True.
     """
     path = folder / name
     if not is_there(path, SAY_READABLE):
@@ -367,7 +367,7 @@ class Location:
     folder: Path  # The folder of config, tokenizer and weights
     form: Storage  # Storage format of the weights
     file: str  # Name of the weight file in that folder, or of the index of its shards
-    revision: str | None = None  # The commit of a hub model
+    revision: str | None = None  # The commit of a hub model; None for local files
     trusts_link: bool = False  # True if the user named the weight file itself; a symlink is then trusted
     urls: tuple[tuple[str, str], ...] = ()
     """(name, URL) of each weight file of a hub model whose weights were not downloaded."""
@@ -383,7 +383,7 @@ class Location:
 
     @property
     def notes(self) -> list[str]:
-        """Sentence on other weights in the folder; empty without any, for remote weights, or if a file was named."""
+        """[sentence on unread weights in the folder], or [] if there are none, they are remote, or `trusts_link`."""
         if self.trusts_link or self.urls:
             return []
         read = {self.file, *(file.name for file in self.weights)}
@@ -416,8 +416,9 @@ def find(
 ) -> Location:
     """Locate the model `name`: `demo`, a path, or a hub id (`org/name@revision`), tried in this order.
 
-    With `leave_weights`, a hub model's weights are not downloaded, but used if they are cached. Raises ModelError if no
-    such model exists, or if it has no readable weights; UsageError for a revision of `demo` or of a path.
+    With `leave_weights`, a hub model's safetensors weights are not downloaded, but used if they are cached. Raises
+    ModelError if no such model exists, or if it has no readable weights; UsageError for a revision of `demo` or of a
+    path, and for two different revisions.
     """
     path = DEMO if name == "demo" else with_home(name)
     if name.startswith("demo@"):
@@ -425,7 +426,7 @@ def find(
     if not is_there(path):
         return _in_hub(name, revision, offline=offline, allow_pickle=allow_pickle, leave_weights=leave_weights)
     if revision is not None:
-        raise UsageError(f"{name} is a local path, which has no revision {revision!r}.", "Omit the revision.")
+        raise UsageError(f"{name} is a local path, which cannot have a revision ({revision!r}).", "Omit the revision.")
     return _in_folder(name, path, allow_pickle) if path.is_dir() else _in_file(name, path)
 
 
@@ -451,12 +452,12 @@ def _is_adapter(names: Collection[str]) -> bool:
 
 
 def _in_file(name: str, path: Path) -> Location:
-    """Locate a single weight file; a safetensors file takes its config and tokenizer from its folder."""
+    """Locate a weight file, or an index of shards; the config of safetensors files must be in the same folder."""
     if path.suffix == ".gguf":
         return Location(name, path.parent, "gguf", path.name, trusts_link=True)
     if path.suffix != ".safetensors" and path.name != SHARDED:
         kind, _, remedy = next(_match_formats([path.name]), ("", "", SAY_PATH))
-        problem = f"{path} is neither a .gguf nor a .safetensors file{f', but contains {kind}' if kind else ''}."
+        problem = f"{path} is neither a .gguf nor a .safetensors file{f'; it contains {kind}' if kind else ''}."
         raise ModelError(problem, remedy)
     if not (path.parent / CONFIG).is_file():
         raise ModelError(f"The folder of {path} has no config.json.", "Put the model's config.json into that folder.")
@@ -558,7 +559,7 @@ def _is_gguf(name: str) -> bool:
 
 
 def _refuse_lone_shards(names: Iterable[str], where: str) -> None:
-    """Raise ModelError if these weight files include a part of a model that no index lists."""
+    """Raise ModelError if one of these files is a shard; callers have found no index that lists it."""
     for name in names:
         if (match := SHARD.search(name)) and int(match[1]) > 1:
             index = SHARDED if match[2] == "safetensors" else PICKLES[1]
@@ -575,7 +576,7 @@ def _match_formats(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def folders_below(names: Collection[str], where: str) -> list[str]:
-    """Return the paths of folders inside `where` that contain a model or an adapter; shorter names come first."""
+    """Return the paths, relative to `where`, of folders with a model or an adapter; shorter paths come first."""
     folder, inside = Path(where), [*names]
     if folder.is_dir():
         below = chain(folder.glob("*/*"), folder.glob("snapshots/*/*"))

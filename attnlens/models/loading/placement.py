@@ -30,7 +30,7 @@ GIB = 2**30
 
 
 def free_memory() -> int | None:
-    """Return how many bytes this process can still allocate, given system and cgroup limits; None if unknown."""
+    """Return how many bytes this process can still allocate; if no limit is known, the size of the RAM, or None."""
     limits = [1024 * size for size in _counts(MEMINFO, "MemAvailable:")]
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -49,7 +49,7 @@ def free_memory() -> int | None:
 
 
 def _counts(file: Path, name: str) -> list[int]:
-    """Return the number in each line that starts with `name` in a file of /proc or a cgroup; [] without the file."""
+    """Return the number in each line that starts with `name` in a file of /proc or a cgroup; [] if it is missing."""
     lines = file.read_text().splitlines() if file.is_file() else ()
     return [int(words[1]) for words in map(str.split, lines) if words[:1] == [name]]
 
@@ -92,14 +92,14 @@ def check_device_map(options: Mapping[str, object]) -> None:
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
-    """Return the device for the model's inputs: the device of its first weight that is not offloaded (on `meta`)."""
+    """Return the device for the model's inputs: the device of the first weight not on `meta`, or the CPU if all are."""
     import torch
 
     return next((part.device for part in model.parameters() if not part.is_meta), torch.device("cpu"))
 
 
 def spread_over_devices(max_cpu_memory: str | None) -> dict[str, object]:
-    """Return options that spread a model over GPUs, memory and disk. Raises UsageError if accelerate is missing."""
+    """Return `from_pretrained` options to use GPUs, memory and disk. Raises UsageError if accelerate is missing."""
     try:
         from accelerate.utils import convert_file_size_to_int, get_max_memory
     except ImportError:

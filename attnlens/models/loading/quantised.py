@@ -24,13 +24,13 @@ from attnlens.models.loading.configs import SAY_UNQUANTISED, quantisation
 from attnlens.models.loading.locate import CONFIG, Json, Location, foreign
 from attnlens.models.loading.stored import Stored
 
-PartReader = Callable[[str], Tensor]  # Function that reads a weight's tensor, given the suffix of its name
+PartReader = Callable[[str], Tensor]  # Function that reads one of a weight's tensors, given its suffix
 Settings = Json  # Quantisation settings in config.json
 Shaped = TypeVar("Shaped", Tensor, Stored)
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = ("_scale_inv", "_scale", ".scale", ".qscale_weight")
-"""Suffixes of float8 scales: two after the weight's name, two after its module's name."""
+"""Suffixes of float8 scales: the first two follow the weight's name, the last two its module's name."""
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # Position in an AWQ word of the code for each of eight neighbouring columns
 QUANT_STATE = ".quant_state.bitsandbytes__"
 """Suffix (after the weight's name, before the code type) of the tensor in which bitsandbytes describes the codes."""
@@ -71,7 +71,7 @@ class CodedWeight:
 
 
 def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWeight]:
-    """Return the coded weights by name; {} if the config declares none.
+    """Return the coded weights, keyed by the names of the decoded weights; {} if the config declares none.
 
     Raises ModelError if the files contain none of the declared weights, or a weight both as codes and as numbers.
     """
@@ -91,7 +91,7 @@ def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWei
                 weights[weight] = CodedWeight(scheme, {"": name} | parts, settings, problem)
     if not weights:
         problem = f"{place.folder / CONFIG} declares weights quantised with {method}, but the files contain none."
-        raise ModelError(problem, "Remove quantization_config from that file if the weights are plain numbers.")
+        raise ModelError(problem, "Remove quantization_config from config.json if the weights are plain numbers.")
     return weights
 
 
@@ -99,7 +99,7 @@ def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWei
 
 
 def decode_float8(parts: Parts[Tensor], settings: Settings) -> Tensor:
-    """Compute codes · scale, with one scale per tensor, per row, or per block of `weight_block_size`."""
+    """Compute codes · scale, with one scale per tensor, row or block (`weight_block_size`, by default 128 × 128)."""
     codes, scale, block = parts[""], _scale(parts), settings.get("weight_block_size")
     require(codes.dtype in FLOAT8, f"its codes are {codes.dtype}, not float8")
     is_block = isinstance(block, list) and len(block) == 2 and all(isinstance(side, int) for side in block)
@@ -339,7 +339,7 @@ def decode_eight_bits(parts: Parts[Tensor], settings: Settings) -> Tensor:
 
 
 def packed_shape(parts: Parts[Stored], _read: PartReader) -> tuple[int, ...]:
-    """Return the unpacked shape of a GPTQ or AWQ weight; its words pack codes of neighbouring inputs or outputs."""
+    """Return the shape (outputs, inputs) of a GPTQ or AWQ weight, whose words pack neighbouring inputs or outputs."""
     words, _, scale, bits = _matrices(parts)
     return scale.shape[1], prod(words.shape) * 32 // (bits * scale.shape[1])
 
@@ -369,7 +369,7 @@ class Scheme:
     target: str  # Suffix of the weight's name, after the stem
     companions: tuple[str, ...]  # Suffixes of the weight's other tensors; at least one of them must exist
     decode: Callable[[Parts[Tensor], Settings], Tensor]
-    """Function from parts and settings to the weight in float32; raises ValueError if it can't be decoded."""
+    """Function from parts and settings to the weight in float32; raises ValueError if the parts can't be decoded."""
     shape: Callable[[Parts[Stored], PartReader], tuple[int, ...]] = lambda parts, _read: parts[""].shape
     """Function from the parts' shapes, and a reader of parts, to the weight's shape; by default the codes' shape."""
 

@@ -27,8 +27,8 @@ TYPE = re.compile(r"BOOL|C64|(BF|[FIU])(4|6|8|16|32|64)(_E\dM\d\w{0,8})?")  # ty
 LENGTH = 8  # Number of bytes that precede a safetensors header and contain its length
 LONGEST = 100 * 2**20  # Maximum size of a header in bytes, as in the safetensors library
 MOST_DIMENSIONS = 8  # Maximum number of a tensor's dimensions: the product of millions of sizes would take hours
-SAMPLE = 4096  # Bytes sampled at the beginning, in the middle and at the end of a tensor
-ATTEMPTS = 5  # Number of requests for a range; later ones request only the bytes that have not arrived
+SAMPLE = 4096  # Number of bytes sampled at each of three places in a tensor: beginning, middle and end
+ATTEMPTS = 5  # Maximum number of requests for a range; later ones request only the bytes that have not arrived
 WAIT = 0.5  # Seconds before the second attempt, doubled before each later attempt
 PATIENCE = 30.0  # Seconds without a byte after which a connection counts as dropped
 SAY_LATER = "Run the command again; finished work is kept."
@@ -182,7 +182,7 @@ def record(file: LocalFile | RemoteFile, header: bytes) -> FileInParts:
 
 
 def read_header(file: LocalFile | RemoteFile) -> tuple[dict[str, Stored], FileInParts]:
-    """Return the tensors of a safetensors file, and its record for a report. Raises ModelError for an invalid file."""
+    """Return {name: Stored} for a safetensors file, and the file's record. Raises ModelError for an invalid file."""
     length = int.from_bytes(file.read(0, LENGTH), "little") if file.size >= LENGTH else 0
     if not 0 < length <= min(LONGEST, file.size - LENGTH):
         raise ModelError(f"{file.name} is truncated or not a safetensors file.", SAY_AGAIN)
@@ -191,7 +191,7 @@ def read_header(file: LocalFile | RemoteFile) -> tuple[dict[str, Stored], FileIn
 
 
 def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
-    """Return the tensors in a safetensors header. Raises ModelError if it does not describe a file of `size` bytes."""
+    """Return {name: Stored} for a safetensors header. Raises ModelError unless it describes a file of `size` bytes."""
     begin, tensors = LENGTH + len(header), dict[str, Stored]()
     with foreign(f"{file} is truncated or not a safetensors file", SAY_AGAIN):
         for name, entry in json.loads(header).items():
@@ -212,7 +212,7 @@ def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
 
 
 def read_pickle(file: Path) -> dict[str, Stored]:
-    """Return the tensors of an allowed pickle. Raises ModelError unless it is a dict that `weights_only` accepts."""
+    """Return {name: Stored} for an allowed pickle. Raises ModelError unless it is a dict that `weights_only` allows."""
     import torch
 
     try:
