@@ -229,6 +229,8 @@ class Selector:
         """Compare one head with its SVM in the first space; return the reason if there is no result."""
         if head not in self.softmax:
             return "its queries or keys contain NaN or Inf in every sequence"
+        if self.biased:
+            return BIASED
         return next(self._solve_spaces(head, None))[2]
 
     def _read_parts(self, query_key: QueryKey, sequence: int) -> StoredSequence:

@@ -86,7 +86,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "converge": (
         "attnlens converge --experiment local-convergence",
         "attnlens converge demo --head 3.6",
-        "attnlens converge --checkpoints --figure training.png",
+        "attnlens converge --checkpoints --head 3.6 --figure training.png",
     ),
     "reproduce": (
         "attnlens reproduce claims",

@@ -274,7 +274,9 @@ class ModelRequest(Feeding):
 class SeriesRequest(ModelRequest):
     """Options that select what to analyse in a model, or in each checkpoint of a series."""
 
-    source: Sources = option("What to analyse: `weights`, `tokens` or `both`.", "both", metavar="SOURCE")
+    source: Sources = option(
+        "What to analyse: `weights` (reads no text), `tokens` or `both`.", "both", metavar="SOURCE"
+    )
     analyzers: fields.AnalyzerNames = option(
         "Run only this analyzer; repeatable. `attnlens list analyzers` shows all.",
         (),

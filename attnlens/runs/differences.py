@@ -440,7 +440,7 @@ def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> flo
             return None
         means, counts = outputs.sequence_losses(logits, fed.targets)
         total, count = total + float((means * counts).sum()), count + float(counts.sum())
-    return total / count if math.isfinite(total) else None
+    return total / count if count and math.isfinite(total) else None
 
 
 COLUMNS = {  # Name of each value per window, in the order of output, and the field of Differences that contains it

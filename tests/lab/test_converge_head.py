@@ -8,6 +8,7 @@ import torch
 from experiment_words import assert_in_words
 from loaded import family
 
+import attnlens
 from attnlens.analyzers.selection import Selector
 from attnlens.errors import UsageError
 from attnlens.lab.experiments.tokens import ExperimentSettings
@@ -193,3 +194,8 @@ def test_the_report_carries_the_head_and_both_experiments() -> None:
     cosine = head.measures["selection.svm_cosine"]
     assert cosine.value == pytest.approx(report.experiments[0].final["correlation of the head"], abs=1e-8)
     assert cosine.null is not None
+
+
+def test_a_head_whose_scores_contain_a_position_bias_is_refused_with_this_reason():
+    with pytest.raises(UsageError, match="a position bias is added to the scores"):
+        attnlens.converge_head(family("t5"), head="encoder.0.1", windows=4, length=16)
