@@ -108,9 +108,9 @@ def _describe_problem(error: typer.BadParameter) -> str:
         wanted = WANTED.get(first["type"], "").format(**first.get("ctx", {}))
         if wanted:
             flag = max(error.param.opts, key=len)
-            found = format_argument(first["input"])
-            found = found.strip("'") if "ctx" in first else found  # a number out of bounds, as it was typed
-            return f"{flag} must be {wanted}, not {found}{variable}."
+            value = format_argument(first["input"])
+            value = value.strip("'") if "ctx" in first else value  # a number out of bounds, as it was typed
+            return f"{flag} must be {wanted}, not {value}{variable}."
     return f"{error.format_message()}{variable}"
 
 

@@ -369,10 +369,10 @@ def _list_files(outputs: Outputs, source: str | None, ranks: str | None, *, save
     """Return the files that the commands under "Next" can name; `saved` is True if the changed model was saved."""
     from attnlens.report.shapes import Written  # late, because it loads the records
 
-    kept = {name: str(path) for name, path in outputs.files("json", "plan").items()}
+    paths = {name: str(path) for name, path in outputs.files("json", "plan").items()}
     return Written(
-        report=source or kept.get("json"),
-        plan=ranks or kept.get("plan"),
+        report=source or paths.get("json"),
+        plan=ranks or paths.get("plan"),
         model=outputs.save if saved else None,
         shown=outputs.table or outputs.html is not None or outputs.figure is not None,
     )

@@ -352,8 +352,8 @@ class Comparison:
         inputs = hooks.as_dtype(case.inputs, model.dtype)
         with record_sites(model, prepared.targets, calls, outputs):
             result = main_output(hooks.forward(model, inputs))
-        found = [result[row, start:end] for row, start, end, _ in case.pieces]
-        if not all(bool(part.isfinite().all()) for part in found):
+        piece_outputs = [result[row, start:end] for row, start, end, _ in case.pieces]
+        if not all(bool(part.isfinite().all()) for part in piece_outputs):
             reason = "the outputs are not finite"
             return MaskCheck(mask=case.name, verdict="differs", error_judged=case.same_positions, reason=reason)
         faults, count = list[Sight](), 0
@@ -363,16 +363,16 @@ class Comparison:
             count += len(wrong)
         if not faults and (beyond := self._probe_outputs(prepared, model, inputs, result)):
             faults, count = beyond[:1], len(beyond)
-        error = largest_error(prepared.expected, found)
+        error = largest_error(prepared.expected, piece_outputs)
         wrong_outputs = False
         if case.same_positions and not error <= tolerance:
             # compare two passes of the same backend, because its rounding in both is not a fault of the mask
             unmasked = []
-            for (*_, alone), part in zip(case.pieces, found, strict=True):
+            for (*_, alone), part in zip(case.pieces, piece_outputs, strict=True):
                 output = main_output(hooks.forward(model, hooks.as_dtype(alone, model.dtype)))
                 unmasked.append(output[0, : len(part)])
             limit = tolerance_between_passes(tolerance, output_error)
-            wrong_outputs = not largest_error(unmasked, found) <= limit
+            wrong_outputs = not largest_error(unmasked, piece_outputs) <= limit
         return MaskCheck(
             mask=case.name,
             verdict="differs" if faults or wrong_outputs else "agrees",

@@ -166,15 +166,15 @@ def propose_averaged_keys(first: Layer, second: Layer) -> Iterator[Step]:
         yield from _repeat_heads(first, second, present, other // count)
         return
     for group in [size for size in range(2, count + 1) if count % size == 0]:
-        kept = count // group
-        if other not in (kept, count):
+        group_count = count // group
+        if other not in (group_count, count):
             continue
         parts, fits = {}, []
         for role in present:
             for name in (f"{role}.{kind}" for kind in KINDS if f"{role}.{kind}" in first.parts):
                 part = first.parts[name]
-                mean = part.double().view(kept, group, *part.shape[1:]).mean(1)
-                parts[name] = mean if other == kept else mean.repeat_interleave(group, 0)
+                mean = part.double().view(group_count, group, *part.shape[1:]).mean(1)
+                parts[name] = mean if other == group_count else mean.repeat_interleave(group, 0)
             after = second.parts[f"{role}.weight"]
             fits.append(mean_angles(parts[f"{role}.weight"], after))
         if float(torch.cat(fits).max()) < BETTER / 2:

@@ -79,8 +79,10 @@ def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
         heads = better.nonzero().flatten().tolist()
         parts = _take_roles(first, sources, second, None if whole else heads)
         names = name_parts([f"{role}.weight" for role in sources])
-        kept = [f"{role}.bias" for role in sources if f"{role}.bias" in first.parts and f"{role}.bias" not in parts]
-        stays = f", but not {name_parts(kept)}" if kept else ""
+        fixed_biases = [
+            f"{role}.bias" for role in sources if f"{role}.bias" in first.parts and f"{role}.bias" not in parts
+        ]
+        stays = f", but not {name_parts(fixed_biases)}" if fixed_biases else ""
         text, repair = f"{names} are exchanged{stays}", f"exchange {names}"
         if len(sources) == 3:
             places = [
@@ -227,7 +229,7 @@ def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterat
         for name, part in first.parts.items()
         if has_heads(name) and name.split(".")[0] in roles
     }
-    found: dict[int, Tensor] = {}
+    key_bases: dict[int, Tensor] = {}
     for key_head in range(kv_heads):
         queries = list(range(key_head * heads // kv_heads, (key_head + 1) * heads // kv_heads))
         if not bool(changed[1][key_head]) or not bool(changed[0][queries].all()):
@@ -246,11 +248,11 @@ def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterat
             for name in (f"{role}.{kind}" for kind in KINDS if f"{role}.{kind}" in parts):
                 part = parts[name][places]
                 parts[name][places] = torch.einsum("ij,hj...->hi...", basis, part)
-        found[key_head] = bases[1]
-    if found:
-        where = () if len(found) == kv_heads else query_heads_of([*found], first)
+        key_bases[key_head] = bases[1]
+    if key_bases:
+        where = () if len(key_bases) == kv_heads else query_heads_of([*key_bases], first)
         build = _values_in_another_basis if roles[1] == "value" else _scores_in_another_basis
-        yield build(first, parts, where, [*found.values()])
+        yield build(first, parts, where, [*key_bases.values()])
 
 
 def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:

@@ -58,7 +58,7 @@ def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
 
     W_O is left out because it reads the values; W_K and W_V of cross-attention, because they read another sequence.
     """
-    found = {}
+    input_axes = {}
     others = {"output.weight", *(["key.weight", "value.weight"] if layer.is_cross else [])}
     for name, part in layer.parts.items():
         if part.dim() < 2 or name in others:
@@ -67,8 +67,8 @@ def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
         axes = (-1, -2) if stacked else (-2,) if name in layer.inputs_first else (-1,)
         axis = next((axis for axis in axes if part.shape[axis] == width), None)
         if axis is not None:
-            found[name] = axis
-    return found
+            input_axes[name] = axis
+    return input_axes
 
 
 def _fold(first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"], readers: Parts, alone: bool) -> Step:
@@ -132,9 +132,9 @@ def _fold_bias(
         sums = first.parts[bias].double() + moved if bias in first.parts else moved
         # if terms cancel, the rounding error of a sum in float32 can exceed the sum
         terms = weight.abs() @ shift.abs() if inputs_last else shift.abs() @ weight.abs()
-        given = second.parts.get(bias, sums)
-        close = (given - sums).abs() <= SINGLE * len(ratio) ** 0.5 * terms
-        biases[bias] = torch.where(close, given.double(), sums)
+        second_bias = second.parts.get(bias, sums)
+        close = (second_bias - sums).abs() <= SINGLE * len(ratio) ** 0.5 * terms
+        biases[bias] = torch.where(close, second_bias.double(), sums)
     return biases
 
 

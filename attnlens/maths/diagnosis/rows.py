@@ -133,7 +133,7 @@ def propose_row_order(first: Layer, second: Layer) -> Iterator[Step]:
 
 def _permuted_rows(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterator[Step]:
     """Propose one step for each kind of order found in the heads of two roles."""
-    found: dict[str, dict[str, dict[int, Tensor]]] = defaultdict(lambda: defaultdict(dict))
+    orders_by_kind: dict[str, dict[str, dict[int, Tensor]]] = defaultdict(lambda: defaultdict(dict))
     for role in present_roles(first, second, roles=roles):
         before, after = first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]
         if before.shape != after.shape:
@@ -143,13 +143,13 @@ def _permuted_rows(first: Layer, second: Layer, roles: tuple[str, str]) -> Itera
         for head in (old > 0).nonzero().flatten().tolist():
             name = min(new, key=lambda name: float(new[name][head]))
             if bool(are_better(new[name], old)[head]):
-                found[name][role][head] = orders[name]
+                orders_by_kind[name][role][head] = orders[name]
                 continue
             order = _match_rows(before[head], after[head])
             fits = mean_angles(before[head : head + 1, order], after[head : head + 1])
             if bool(are_better(fits, old[head : head + 1])):
-                found["permuted rows"][role][head] = order
-    for name, by_role in found.items():
+                orders_by_kind["permuted rows"][role][head] = order
+    for name, by_role in orders_by_kind.items():
         yield _row_step(name, by_role, first, second, roles)
 
 
@@ -185,8 +185,8 @@ def _row_step(
     harmless = (roles != PERMUTED or first.is_unrotated) and not stays and _same_orders(by_role, first, roles)
     text = f"the {subject} are {words}{scope}{name_unchanged(stays)}"
     if harmless:
-        kept = "attention" if roles == PERMUTED else "attention's output"
-        text += f", the same in both: {kept} is the same"
+        result = "attention" if roles == PERMUTED else "attention's output"
+        text += f", the same in both: {result} is the same"
     repair = None if harmless else (repair or "write the rows of {q} in the first model's order").format(q=names)
     return Step(kind, text, repair, parts, () if whole else tuple(sorted(concerned)), harmless)
 

@@ -252,24 +252,24 @@ class Search:
         Return True if any hypothesis does. `layer` is the current prediction after the structural steps `before`, which
         are adopted first.
         """
-        found: dict[tuple[str, str], list[tuple[str, Fit, Tensor]]] = defaultdict(list)
+        fit_groups: dict[tuple[str, str], list[tuple[str, Fit, Tensor]]] = defaultdict(list)
         for name, heads in self.open.items():
             if not bool(heads.any()) or layer.parts[name].shape != self.second.parts[name].shape:
                 continue
             for fit, chosen, residual in self._fits(layer, name, heads):
                 if bool(self._explains(layer, name, fit, chosen)):
-                    found[fit.hypothesis, fit.text].append((name, fit, chosen))
+                    fit_groups[fit.hypothesis, fit.text].append((name, fit, chosen))
                     break
                 near = residual < NEAR * float(self.start[name].max())
                 if near and (self.closest is None or residual < self.closest[1]):
                     plural = "" if fit.number == 1 else "s"
                     text = fit.text.format(parts=name_parts([name]), number=fit.number, s=plural)
                     self.closest = " and ".join([step.hypothesis for step in before] + [text]), residual
-        if not found:
+        if not fit_groups:
             return False
         for step in before:
-            self.adopt(step, [name for fits in found.values() for name, *_ in fits])
-        for fits in found.values():
+            self.adopt(step, [name for fits in fit_groups.values() for name, *_ in fits])
+        for fits in fit_groups.values():
             self._adopt_fits(fits)
         return True
 
@@ -396,7 +396,7 @@ class Search:
         """
         if "query.weight" not in self.first.parts or not all(map(has_heads, concerned)):
             return ()
-        heads, found = len(self.first.parts["query.weight"]), set[int]()
+        heads, query_heads = len(self.first.parts["query.weight"]), set[int]()
         for part in concerned.values():
-            found |= {head for head in range(heads) if bool(part[head * len(part) // heads])}
-        return () if len(found) == heads else tuple(sorted(found))
+            query_heads |= {head for head in range(heads) if bool(part[head * len(part) // heads])}
+        return () if len(query_heads) == heads else tuple(sorted(query_heads))

@@ -67,10 +67,10 @@ def _choose(model: PreTrainedModel, previous: Implementations, name: str, in_pla
 def list_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """Return the distinct configurations of the model and its parts."""
     # `vars`, since getattr is slow for the modules without a configuration, and every pass calls this function
-    found = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
-    nested = [getattr(config, name, None) for config in found.values() for name in getattr(config, "sub_configs", {})]
-    found |= {id(config): config for config in nested}
-    return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
+    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
+    nested = [getattr(config, name, None) for config in configs.values() for name in getattr(config, "sub_configs", {})]
+    configs |= {id(config): config for config in nested}
+    return [config for config in configs.values() if isinstance(config, PreTrainedConfig)]
 
 
 def _implementations(model: PreTrainedModel) -> Implementations:

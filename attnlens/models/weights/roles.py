@@ -86,10 +86,10 @@ def locate_roles(model: PreTrainedModel, single: SiteCall) -> Roles | None:
         rows = {}
         for role, side in (("query", 0), ("key", 1), ("value", 1)):
             x = torch.cat([inputs[side] for inputs in draws])
-            found = _find_rows(torch.cat([getattr(call, role) for call in calls]), x, candidates)
-            if found is None:
+            role_rows = _find_rows(torch.cat([getattr(call, role) for call in calls]), x, candidates)
+            if role_rows is None:
                 return None
-            rows[role] = found
+            rows[role] = role_rows
         return Roles(rows, dict(_find_gains(probe, draws[0], units, calls[0])))
     except UnreadableError:
         return None

@@ -248,8 +248,8 @@ def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChang
         rows = [row for row in comparison.rows if row.measure == measure and row.delta]
         named = _places(row for row in rows if row.named)
         shown = changes.own | (changes.others & named)
-        if found := [row for row in rows if (row.layer, row.head) in shown]:
-            return sorted(found, key=lambda row: -(row.delta or 0.0))
+        if changed_rows := [row for row in rows if (row.layer, row.head) in shown]:
+            return sorted(changed_rows, key=lambda row: -(row.delta or 0.0))
     return []
 
 

@@ -135,8 +135,8 @@ def describe_mask(mask: MaskCheck, name: Names = str) -> str:
         error = "not finite" if mask.error is None else f"off by {mask.error:.0e}"
         return mask.reason or f"the outputs are {error}"
     more = f", one of {mask.count} faults" if mask.count > 1 else ""
-    held = f"; {mask.reason}" if mask.reason else ""
-    return f"{describe_fault(mask.faults[0], name)}{more}{held}"
+    reason = f"; {mask.reason}" if mask.reason else ""
+    return f"{describe_fault(mask.faults[0], name)}{more}{reason}"
 
 
 def after_doctor(shapes: Shapes) -> Iterator[str]:

@@ -194,14 +194,14 @@ def _property_section(ran: Sequence[BackendCheck], masks: Sequence[str], name: N
     properties = ["outputs", *["same token"] * predicting, *masks]
     columns = [Column("", properties, words=True)]
     for each in ran:
-        found = {mask.mask: mask for mask in each.masks}
+        mask_checks = {mask.mask: mask for mask in each.masks}
         verdicts, errors = [describe_outputs(each)], [format_error(each.output_error)]
         if predicting:
             verdicts.append(format_share(each))
             errors.append("")
         for mask in masks:
-            verdicts.append(format_mask(found[mask], name) if mask in found else NO_VALUE)
-            errors.append(format_mask_error(found[mask]) if mask in found else NO_VALUE)
+            verdicts.append(format_mask(mask_checks[mask], name) if mask in mask_checks else NO_VALUE)
+            errors.append(format_mask_error(mask_checks[mask]) if mask in mask_checks else NO_VALUE)
         title = each.backend if each.dtype == "float64" else f"{each.backend} ({each.dtype})"
         columns += [Column(title, verdicts, words=True), Column("error", errors)]
     meaning = "; same token: equal top-1" if predicting else ""

@@ -76,7 +76,7 @@ def describe_models(
     return {
         "config": config,
         "tensors": walk.tensors,
-        "diagnosis": [*_compare_sizes(config), *_merge_causes(walk.found)],
+        "diagnosis": [*_compare_sizes(config), *_merge_causes(walk.causes)],
     }
 
 
@@ -143,13 +143,13 @@ class Walk:
     sides: Sides
     order: Orders
     visit: Visit
-    found: list[FoundCause] = field(default_factory=list)
+    causes: list[FoundCause] = field(default_factory=list)
     differ: list[str] = field(default_factory=list)  # names of tensors that differ
     samples: tuple[Samples, Samples] = field(default_factory=lambda: ({}, {}))  # values of both models' matrices
     _types: list[str] = field(default_factory=list)  # stored type of each model's largest tensor in the first layer
 
     def read(self, sites: Mapping[Site, Site]) -> None:
-        """Compare all layers, then all other tensors; add causes to `found` and names of tensors to `differ`."""
+        """Compare all layers, then all other tensors; add causes to `causes` and names of tensors to `differ`."""
         by_path = group_pairs((site.path, other.layer) for site, other in sites.items())
         in_block = group_pairs((weights.block_path(path), path) for path in by_path)
         site_calls, others = ({each.site: each for each in side.site_calls} for side in self.sides)
@@ -169,7 +169,7 @@ class Walk:
                 causes += self._diagnose_site(pair, blocks, factors, in_block[weights.block_path(site.path)])
                 for samples, block in zip(self.samples, blocks, strict=True):
                     samples[weights.block_path(site.path)] = sample_matrices(block)
-                self.found += [
+                self.causes += [
                     FoundCause(layer, cause, errors, site, _rounds_all_matrices(cause, causes, blocks))
                     for cause, errors in causes
                     for layer in by_path[site.path]
@@ -281,7 +281,7 @@ class Walk:
     def _find_moved(self, sites: Mapping[Site, Site], in_block: Mapping[str, Sequence[str]]) -> None:
         """Find unexplained tensors that come from another layer of the first model, and diagnose their changes."""
         moves = dict[Site, tuple[Site, list[str]]]()
-        for entry in [each for each in self.found if isinstance(each.cause, Unexplained)]:
+        for entry in [each for each in self.causes if isinstance(each.cause, Unexplained)]:
             site, names = entry.site, set(entry.cause.parts)
             source = None if site is None else find_source(site, [*sites], self.samples)
             if site is None or source is None:
@@ -304,10 +304,10 @@ class Walk:
                 ]
             left = {name for cause, _ in causes if isinstance(cause, Unexplained) for name in cause.parts}
             if left != names:
-                self.found.remove(entry)
-                self.found += changes
+                self.causes.remove(entry)
+                self.causes += changes
                 moves[site] = source, [name for name in entry.cause.parts if name not in left]
-        self.found += [FoundCause(site.layer, cause, site=site) for site, cause in describe_moves(moves, [*sites])]
+        self.causes += [FoundCause(site.layer, cause, site=site) for site, cause in describe_moves(moves, [*sites])]
 
     def _diagnose_rest(self, blocks: set[str]) -> None:
         """Diagnose the tensors outside of layers: the output matrix and the norms together, others singly."""
@@ -328,11 +328,11 @@ class Walk:
                     for name in group
                 }
                 self._diagnose_group(pairs, {name: (names[name], others[name]) for name in group})
-        outside = [entry for entry in self.found if entry.layer is None]
+        outside = [entry for entry in self.causes if entry.layer is None]
         if any(isinstance(entry.cause, Unexplained) for entry in outside):
             for entry in [each for each in outside if each.cause.hypothesis in ADDED]:
-                self.found.remove(entry)
-                self.found.append(replace(entry, cause=build_unexplained(entry.cause.parts, 1.0)))
+                self.causes.remove(entry)
+                self.causes.append(replace(entry, cause=build_unexplained(entry.cause.parts, 1.0)))
 
     def _diagnose_group(self, pairs: dict[str, list[Layer]], sources: Mapping[str, tuple[str, str]]) -> None:
         """Diagnose tensors outside of layers together; `sources` are the names under which both models store them."""
@@ -347,8 +347,10 @@ class Walk:
             causes = [*_diagnose_together({name: sides for name, sides in pairs.items() if name not in tied})]
             for name in tied:
                 first, second = (side.parts[name] for side in pairs[name])
-                self.found.append(FoundCause(None, _compare_tied(name, sources[name], first, second)))
-        self.found += [FoundCause(None, cause, errors, whole=cause.hypothesis in PRECISION) for cause, errors in causes]
+                self.causes.append(FoundCause(None, _compare_tied(name, sources[name], first, second)))
+        self.causes += [
+            FoundCause(None, cause, errors, whole=cause.hypothesis in PRECISION) for cause, errors in causes
+        ]
 
     def _stored_names(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return each model's tensors by name, with the names under which their values are stored.
@@ -463,14 +465,14 @@ def _have_same_parameters(first: SiteCall, second: SiteCall) -> bool:
     return type(first.module) is type(second.module) and shapes == others
 
 
-def _merge_causes(found: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
+def _merge_causes(causes: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
     """Merge causes that have the same hypothesis, heads and text; outside layers, the names in the text can differ.
 
     Unexplained causes inside layers are merged if they concern the same tensors. Low-rank updates of any rank (inside
     or outside layers), unexplained causes outside layers, and roundings of whole layers are always merged.
     """
     groups: dict[tuple[object, ...], list[FoundCause]] = defaultdict(list)
-    for entry in found:
+    for entry in causes:
         cause, inside = entry.cause, entry.layer is not None
         name, key = cause.hypothesis, (inside, cause.text)
         if cause.hypothesis.endswith(LOW_RANK):
