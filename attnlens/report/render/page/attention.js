@@ -3,11 +3,11 @@
 
 const LINE = { high: 19, wide: 150, steps: 8, least: 0.06 };
 
-function attended(rows) {
+function attentionPicture(rows) {
   if (!rows) return [];
   const count = Math.max(rows.queries.length, rows.keys.length),
     high = count * LINE.high;
-  const says = make("p", { id: "attends", role: "status" }, "Hover or focus a token.");
+  const note = make("p", { id: "attends", role: "status" }, "Hover or focus a token.");
   const lines = draw("svg", {
     class: "lines",
     viewBox: `0 0 ${LINE.wide} ${high}`,
@@ -15,10 +15,10 @@ function attended(rows) {
     height: high,
     "aria-hidden": "true",
   });
-  const pictured = { rows, says, lines, over: draw("g", { class: "over" }), columns: {} };
-  lines.append(...faint(rows), pictured.over);
-  for (const side of ["queries", "keys"]) pictured.columns[side] = column(pictured, side);
-  const { queries, keys } = pictured.columns;
+  const view = { rows, note, lines, over: draw("g", { class: "over" }), columns: {} };
+  lines.append(...faintLines(rows), view.over);
+  for (const side of ["queries", "keys"]) view.columns[side] = column(view, side);
+  const { queries, keys } = view.columns;
   const box = make(
     "div",
     { class: "attended", role: "group", "aria-label": "Tokens and what they attend to: arrow keys move" },
@@ -26,8 +26,8 @@ function attended(rows) {
     lines,
     keys,
   );
-  box.addEventListener("pointerleave", () => look(pictured, "", -1));
-  return [make("h4", {}, "Attention on the first sequence"), says, box];
+  box.addEventListener("pointerleave", () => look(view, "", -1));
+  return [make("h4", {}, "Attention on the first sequence"), note, box];
 }
 
 const middle = (place) => (place + 0.5) * LINE.high;
@@ -35,7 +35,7 @@ const curve = (query, key) =>
   `M0,${middle(query)}C${LINE.wide / 2},${middle(query)} ${LINE.wide / 2},${middle(key)} ${LINE.wide},${middle(key)}`;
 
 // Draw all lines, with one path per step of weight.
-function faint(rows) {
+function faintLines(rows) {
   const paths = Array.from({ length: LINE.steps }, () => []);
   rows.places.forEach((keys, query) =>
     keys.forEach((key, at) => {
@@ -48,39 +48,39 @@ function faint(rows) {
   );
 }
 
-function column(pictured, side) {
-  const made = make("ol", { class: side });
-  made.append(
-    ...pictured.rows[side].map((token, place) =>
+function column(view, side) {
+  const list = make("ol", { class: side });
+  list.append(
+    ...view.rows[side].map((token, place) =>
       make("li", {}, make("button", { type: "button", tabindex: place ? -1 : 0, "data-place": place }, token)),
     ),
   );
   const placeOf = (event) => Number(event.target.dataset?.place ?? -1);
-  made.addEventListener("pointerover", (event) => placeOf(event) >= 0 && look(pictured, side, placeOf(event)));
-  made.addEventListener("focusin", (event) => look(pictured, side, placeOf(event)));
-  made.addEventListener("keydown", (event) => {
+  list.addEventListener("pointerover", (event) => placeOf(event) >= 0 && look(view, side, placeOf(event)));
+  list.addEventListener("focusin", (event) => look(view, side, placeOf(event)));
+  list.addEventListener("keydown", (event) => {
     const step = { ArrowUp: -1, ArrowDown: 1 }[event.key];
-    const other = step && made.children[placeOf(event) + step]?.firstChild;
+    const other = step && list.children[placeOf(event) + step]?.firstChild;
     if (!other) return;
     event.preventDefault();
     event.target.tabIndex = -1;
     other.tabIndex = 0;
     other.focus();
   });
-  return made;
+  return list;
 }
 
 // Mark one token and those on the other side that it attends to, or that attend to it; none if place is −1.
-function look(pictured, side, place) {
-  const { rows, says, over, lines, columns } = pictured;
+function look(view, side, place) {
+  const { rows, note, over, lines, columns } = view;
   for (const token of lines.parentNode.querySelectorAll(".lit")) {
     token.classList.remove("lit");
     token.style.removeProperty("--weight");
   }
   lines.classList.toggle("looking", place >= 0);
-  const found = place < 0 ? [] : side === "queries" ? outgoing(rows, place) : incoming(rows, place);
+  const pairs = place < 0 ? [] : side === "queries" ? outgoingPairs(rows, place) : incomingPairs(rows, place);
   over.replaceChildren(
-    ...found.map(([query, key, weight]) =>
+    ...pairs.map(([query, key, weight]) =>
       draw("path", { d: curve(query, key), "stroke-width": 0.8 + 5 * weight, opacity: 0.35 + 0.65 * weight }),
     ),
   );
@@ -91,28 +91,30 @@ function look(pictured, side, place) {
     token.style.setProperty("--weight", `${Math.round(15 + 75 * weight)}%`);
   };
   light(side, place, 1);
-  for (const [query, key, weight] of found)
+  for (const [query, key, weight] of pairs)
     light(side === "queries" ? "keys" : "queries", side === "queries" ? key : query, weight);
-  says.textContent = sentence(rows, side, place, found);
+  note.textContent = sentence(rows, side, place, pairs);
 }
 
-const outgoing = (rows, query) => rows.places[query].map((key, at) => [query, key, rows.weights[query][at] / 1000]);
-const incoming = (rows, key) =>
+const outgoingPairs = (rows, query) =>
+  rows.places[query].map((key, at) => [query, key, rows.weights[query][at] / 1000]);
+const incomingPairs = (rows, key) =>
   rows.places.flatMap((keys, query) =>
     keys.includes(key) ? [[query, key, rows.weights[query][keys.indexOf(key)] / 1000]] : [],
   );
 
-function sentence(rows, side, place, found) {
-  const most = [...found].sort((one, other) => other[2] - one[2]).slice(0, 6);
+function sentence(rows, side, place, pairs) {
+  const most = [...pairs].sort((one, other) => other[2] - one[2]).slice(0, 6);
   if (side === "queries") {
-    const told = most.map(([, key, weight]) => `“${rows.keys[key]}” ${weight.toFixed(2)}`);
+    const texts = most.map(([, key, weight]) => `“${rows.keys[key]}” ${weight.toFixed(2)}`);
     const others =
-      found.reduce((sum, one) => sum + one[2], rows.rest[place] / 1000) - most.reduce((sum, one) => sum + one[2], 0);
-    return `Token ${place}, “${rows.queries[place]}”, attends to ${told.join(", ")}; to the rest ${others.toFixed(2)}.`;
+      pairs.reduce((sum, one) => sum + one[2], rows.rest[place] / 1000) - most.reduce((sum, one) => sum + one[2], 0);
+    const list = texts.join(", ");
+    return `Token ${place}, “${rows.queries[place]}”, attends to ${list}; to the rest ${others.toFixed(2)}.`;
   }
-  const told = most.map(([query, , weight]) => `“${rows.queries[query]}” (${query}) ${weight.toFixed(2)}`);
-  if (!told.length)
+  const texts = most.map(([query, , weight]) => `“${rows.queries[query]}” (${query}) ${weight.toFixed(2)}`);
+  if (!texts.length)
     return `No token attends to token ${place}, “${rows.keys[place]}”, with one of its largest weights.`;
-  const more = found.length > most.length ? ` and ${found.length - most.length} more` : "";
-  return `Token ${place}, “${rows.keys[place]}”, is attended to by ${told.join(", ")}${more}.`;
+  const more = pairs.length > most.length ? ` and ${pairs.length - most.length} more` : "";
+  return `Token ${place}, “${rows.keys[place]}”, is attended to by ${texts.join(", ")}${more}.`;
 }

@@ -13,8 +13,8 @@ function layerMedian(curve, row) {
     Float64Array.from(lines.filter((line) => line.length > at).map((line) => line[at])).sort(),
   );
   return values
-    .filter((found) => found.length && found.length * 2 >= lines.length)
-    .map((found) => quantile(found, 0.5));
+    .filter((stepValues) => stepValues.length && stepValues.length * 2 >= lines.length)
+    .map((stepValues) => quantile(stepValues, 0.5));
 }
 
 function curvePicture(curve, head) {
@@ -31,17 +31,18 @@ function curvePicture(curve, head) {
     .reverse()
     .join("");
   const ends = (values) => `from ${short(values[0] ?? null)} to ${short(values[values.length - 1] ?? null)}`;
-  const says = `${curve.title} of ${nameOf(head)}, over ${curve.axis}: ${ends(line)}; median of its layer ${ends(layer)}`;
+  const median = `median of its layer ${ends(layer)}`;
+  const label = `${curve.title} of ${nameOf(head)}, over ${curve.axis}: ${ends(line)}; ${median}`;
   const picture = draw(
     "svg",
-    { viewBox: `0 0 ${PLOT.wide} ${PLOT.high}`, role: "img", "aria-label": says, class: "curve" },
+    { viewBox: `0 0 ${PLOT.wide} ${PLOT.high}`, role: "img", "aria-label": label, class: "curve" },
     draw("path", { class: "band", d: `${path(upper)}${back}Z` }),
     ...marks,
     draw("path", { class: "model", d: path(model) }),
     draw("path", { class: "layer", d: path(layer) }),
     draw("path", { class: "own", d: path(line) }),
   );
-  const kept = curve.steps.length < curve.length ? `; ${curve.steps.length} of ${curve.length} steps are drawn` : "";
+  const note = curve.steps.length < curve.length ? `; ${curve.steps.length} of ${curve.length} steps are drawn` : "";
   return make(
     "figure",
     {},
@@ -49,7 +50,7 @@ function curvePicture(curve, head) {
       "figcaption",
       {},
       make("strong", {}, curve.title),
-      make("span", { class: "quiet" }, ` ${curve.formula || curve.meaning}${kept}`),
+      make("span", { class: "quiet" }, ` ${curve.formula || curve.meaning}${note}`),
     ),
     picture,
   );
@@ -57,17 +58,17 @@ function curvePicture(curve, head) {
 
 function axes(curve, values) {
   const log = curve.logarithmic;
-  const shown = log ? values.filter((value) => value > 0) : values;
-  let low = Math.min(...shown),
-    high = Math.max(...shown);
+  const shownValues = log ? values.filter((value) => value > 0) : values;
+  let low = Math.min(...shownValues),
+    high = Math.max(...shownValues);
   if (log) low = Math.max(low, 1e-6 * high);
   if (low === high) [low, high] = [low - 0.5, high + 0.5];
-  const scaled = (value) => (log ? Math.log(Math.max(value, low)) : value);
+  const scale = (value) => (log ? Math.log(Math.max(value, low)) : value);
   const [first, last] = [curve.steps[0], curve.steps[curve.steps.length - 1]];
   const x = (step) => PLOT.left + ((step - first) / Math.max(1, last - first)) * (PLOT.wide - PLOT.left - PLOT.right);
   const y = (value) =>
     PLOT.top +
-    (1 - (scaled(value) - scaled(low)) / (scaled(high) - scaled(low))) * (PLOT.high - PLOT.top - PLOT.bottom);
+    (1 - (scale(value) - scale(low)) / (scale(high) - scale(low))) * (PLOT.high - PLOT.top - PLOT.bottom);
   const foot = PLOT.high - PLOT.bottom;
   const marks = [draw("line", { class: "axis", x1: PLOT.left, x2: PLOT.wide - PLOT.right, y1: foot, y2: foot })];
   for (const value of log ? decades(low, high) : steady(low, high)) {
@@ -90,17 +91,17 @@ function steady(low, high, about = 4) {
   const rough = (high - low) / about,
     size = 10 ** Math.floor(Math.log10(rough || 1));
   const step = [1, 2, 5, 10].map((one) => one * size).find((one) => one >= rough) ?? size;
-  const found = [];
+  const numbers = [];
   for (let at = Math.ceil(low / step); at * step <= high * (1 + 1e-9); at += 1)
-    found.push(Number((at * step).toPrecision(12)));
-  return found;
+    numbers.push(Number((at * step).toPrecision(12)));
+  return numbers;
 }
 
 function decades(low, high) {
-  const found = [];
+  const powers = [];
   for (let power = Math.ceil(Math.log10(low)); power <= Math.floor(Math.log10(high)); power += 1)
-    found.push(10 ** power);
-  return found.length > 1
-    ? found.filter((_, at) => at % Math.ceil(found.length / 5) === 0)
-    : [...new Set([...found, low, high].map((value) => Number(value.toPrecision(2))))];
+    powers.push(10 ** power);
+  return powers.length > 1
+    ? powers.filter((_, at) => at % Math.ceil(powers.length / 5) === 0)
+    : [...new Set([...powers, low, high].map((value) => Number(value.toPrecision(2))))];
 }

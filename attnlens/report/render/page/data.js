@@ -6,21 +6,21 @@ const data = element("data") ? JSON.parse(element("data").textContent) : null;
 const NO_VALUE = "–";
 
 function make(tag, traits = {}, ...children) {
-  return filled(document.createElement(tag), traits, children);
+  return fillElement(document.createElement(tag), traits, children);
 }
 
 function draw(tag, traits = {}, ...children) {
-  return filled(document.createElementNS("http://www.w3.org/2000/svg", tag), traits, children);
+  return fillElement(document.createElementNS("http://www.w3.org/2000/svg", tag), traits, children);
 }
 
-function filled(made, traits, children) {
+function fillElement(node, traits, children) {
   for (const [name, value] of Object.entries(traits))
-    if (value !== null && value !== false) made.setAttribute(name, value);
-  made.append(...children.filter((child) => child !== null && child !== ""));
-  return made;
+    if (value !== null && value !== false) node.setAttribute(name, value);
+  node.append(...children.filter((child) => child !== null && child !== ""));
+  return node;
 }
 
-function written(number, decimals) {
+function formatNumber(number, decimals) {
   if (number === null || number === undefined) return NO_VALUE;
   if (decimals < 0)
     return number
@@ -33,7 +33,7 @@ function written(number, decimals) {
 
 // Format an error with these decimals; `<0.0005` if they would show 0 for an error that is not 0.
 function spread(number, decimals) {
-  const text = written(number, decimals);
+  const text = formatNumber(number, decimals);
   return number > 0 && /^0\.?0*$/.test(text) ? `<${(0.5 * 10 ** -decimals).toFixed(decimals + 1)}` : text;
 }
 
@@ -54,7 +54,7 @@ function valueText(measure, head) {
   const label = measure.labels[Math.round(value)];
   if (label !== undefined) return label;
   const error = measure.errors[head] ?? null;
-  return written(value, measure.decimals) + (error === null ? "" : ` ± ${spread(error, measure.decimals)}`);
+  return formatNumber(value, measure.decimals) + (error === null ? "" : ` ± ${spread(error, measure.decimals)}`);
 }
 
 const reasonOf = (measure, head) =>
@@ -66,7 +66,7 @@ function nullText(measure, head) {
   const sd = measure.null_sds[head] ?? 0;
   const decimals = sd > 0 ? 1 - Math.floor(Math.log10(sd)) : 9;
   return decimals >= 0 && decimals < 6
-    ? `${written(mean, decimals)} ± ${written(sd, decimals)}`
+    ? `${formatNumber(mean, decimals)} ± ${formatNumber(sd, decimals)}`
     : `${short(mean)} ± ${short(sd)}`;
 }
 
@@ -77,7 +77,7 @@ function zOf(measure, head) {
 
 function zText(measure, head) {
   const z = zOf(measure, head);
-  return z === null ? "" : written(z, Math.abs(z) < 10 ? 1 : 0);
+  return z === null ? "" : formatNumber(z, Math.abs(z) < 10 ? 1 : 0);
 }
 
 function nameOf(head, part = true) {
@@ -90,41 +90,42 @@ const keyOf = (head) => `${data.names[data.places[head][0]]}.${data.columns[data
 const headOf = new Map(data ? data.places.map((_, head) => [keyOf(head), head]) : []);
 
 // Describe a head's value in one line (value or reason, null, z), for hover, focus and screen readers.
-function told(measure, head) {
+function describeValue(measure, head) {
   const value = valueText(measure, head);
-  const said = [`${nameOf(head)}: ${measure.title} ${value === NO_VALUE ? "has no value" : value}`];
-  if (value === NO_VALUE) said.push(reasonOf(measure, head));
+  const parts = [`${nameOf(head)}: ${measure.title} ${value === NO_VALUE ? "has no value" : value}`];
+  if (value === NO_VALUE) parts.push(reasonOf(measure, head));
   const chance = nullText(measure, head);
-  if (chance) said.push(`null ${chance}`, `z ${zText(measure, head) || NO_VALUE}`);
-  return said.filter(Boolean).join(" · ");
+  if (chance) parts.push(`null ${chance}`, `z ${zText(measure, head) || NO_VALUE}`);
+  return parts.filter(Boolean).join(" · ");
 }
 
-const sortedValues = new Map();
-function ascending(measure) {
-  if (!sortedValues.has(measure))
-    sortedValues.set(measure, Float64Array.from(measure.values.filter((value) => value !== null)).sort());
-  return sortedValues.get(measure);
+const valueCache = new Map();
+function sortedValues(measure) {
+  if (!valueCache.has(measure))
+    valueCache.set(measure, Float64Array.from(measure.values.filter((value) => value !== null)).sort());
+  return valueCache.get(measure);
 }
 
-function quantile(sorted, share) {
-  if (!sorted.length) return null;
-  const place = share * (sorted.length - 1);
+// Compute a quantile of values in ascending order.
+function quantile(values, share) {
+  if (!values.length) return null;
+  const place = share * (values.length - 1);
   const low = Math.floor(place);
-  return sorted[low] + (place - low) * ((sorted[low + 1] ?? sorted[low]) - sorted[low]);
+  return values[low] + (place - low) * ((values[low + 1] ?? values[low]) - values[low]);
 }
 
 // Compute the percentile of a head's value: 100 · (values below it + half of those equal to it) / values.
 function percentile(measure, head) {
   const value = measure.values[head];
   if (value === null) return null;
-  const sorted = ascending(measure);
-  if (sorted.length < 2 || sorted[0] === sorted[sorted.length - 1]) return null;
+  const values = sortedValues(measure);
+  if (values.length < 2 || values[0] === values[values.length - 1]) return null;
   let below = 0,
     same = 0;
-  for (const other of sorted)
+  for (const other of values)
     if (other < value) below += 1;
     else if (other === value) same += 1;
-  return (100 * (below + same / 2)) / sorted.length;
+  return (100 * (below + same / 2)) / values.length;
 }
 
 function colourOf(measure, value) {

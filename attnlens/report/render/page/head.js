@@ -5,7 +5,7 @@
 const BESIDE = Boolean(data?.measures.some((measure) => measure.typical.length));
 
 function startHead() {
-  document.querySelectorAll(".compared").forEach((found) => (found.hidden = !BESIDE));
+  document.querySelectorAll(".compared").forEach((node) => (node.hidden = !BESIDE));
   for (const [name, step] of [
     ["previous", -1],
     ["next", 1],
@@ -15,9 +15,9 @@ function startHead() {
       change({ head: keyOf((chosenHead() + step + count) % count) });
     });
   }
-  watchers.push((changed) => {
-    if (changed.includes("head")) showHead(chosenHead());
-    else if (changed.includes("measure")) markMeasure();
+  watchers.push((names) => {
+    if (names.includes("head")) showHead(chosenHead());
+    else if (names.includes("measure")) markMeasure();
   });
 }
 
@@ -29,14 +29,14 @@ function chosenHead() {
 const FARTHEST = data ? farthestHead(data.measures[0]) : -1;
 
 function farthestHead(measure) {
-  const median = quantile(ascending(measure), 0.5);
-  let found = 0,
+  const median = quantile(sortedValues(measure), 0.5);
+  let result = 0,
     most = -1;
   measure.values.forEach((value, head) => {
     const away = value === null ? -1 : Math.abs(value - median);
-    if (away > most) [found, most] = [head, away];
+    if (away > most) [result, most] = [head, away];
   });
-  return found;
+  return result;
 }
 
 function showHead(head) {
@@ -50,8 +50,8 @@ function showHead(head) {
     ...data.curves.map((curve) => curvePicture(curve, head)),
     data.curves.length ? curveKey() : "",
   );
-  element("selection").replaceChildren(...selected(data.selections[keyOf(head)]));
-  element("attention").replaceChildren(...attended(data.attention?.[keyOf(head)]));
+  element("selection").replaceChildren(...selectionParts(data.selections[keyOf(head)]));
+  element("attention").replaceChildren(...attentionPicture(data.attention?.[keyOf(head)]));
   element("numbers").replaceChildren(...numberRows(head));
   markMeasure();
 }
@@ -63,8 +63,9 @@ function shareBar(whole, head) {
     const why = reasonOf(parts[values.indexOf(null)].measure, head);
     return make("p", { class: "quiet" }, `${whole.title}: no value, because ${why}.`);
   }
-  const says = parts.map(({ measure, label }) => `${label} ${valueText(measure, head)}`).join(", ");
-  const medians = parts.map(({ measure }) => quantile(ascending(measure), 0.5));
+  const shares = parts.map(({ measure, label }) => `${label} ${valueText(measure, head)}`).join(", ");
+  const description = `${whole.title} of ${nameOf(head)}: ${shares}`;
+  const medians = parts.map(({ measure }) => quantile(sortedValues(measure), 0.5));
   const sum = medians.reduce((total, one) => total + one, 0) || 1;
   return make(
     "figure",
@@ -77,9 +78,9 @@ function shareBar(whole, head) {
     ),
     draw(
       "svg",
-      { viewBox: "0 0 340 30", role: "img", "aria-label": `${whole.title} of ${nameOf(head)}: ${says}`, class: "bar" },
-      ...stacked(parts, values, 0, 20),
-      ...stacked(
+      { viewBox: "0 0 340 30", role: "img", "aria-label": description, class: "bar" },
+      ...stackBars(parts, values, 0, 20),
+      ...stackBars(
         parts,
         medians.map((one) => one / sum),
         23,
@@ -96,10 +97,10 @@ function shareBar(whole, head) {
   );
 }
 
-function stacked(parts, values, top, tall) {
+function stackBars(parts, values, top, tall) {
   let left = 0;
   return values.map((value, at) => {
-    const made = draw("rect", {
+    const bar = draw("rect", {
       x: left * 340,
       y: top,
       width: Math.max(0, value * 340),
@@ -107,7 +108,7 @@ function stacked(parts, values, top, tall) {
       fill: parts[at].colour,
     });
     left += value;
-    return made;
+    return bar;
   });
 }
 
@@ -140,7 +141,7 @@ function curveKey() {
 
 const MARKS = { query: "query", selected: "selected token", support: "support vector" };
 
-function selected(section) {
+function selectionParts(section) {
   if (!section) return [];
   const passages = section.passages.map(([fact, pieces]) =>
     make(

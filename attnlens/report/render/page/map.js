@@ -24,9 +24,9 @@ function startMap() {
   map.cursor.addEventListener("blur", () => hover(-1));
   map.cursor.addEventListener("click", () => change({ head: keyOf(map.at) }));
   map.cursor.addEventListener("keydown", moveCursor);
-  watchers.push((changed) => {
-    if (changed.includes("head")) map.at = chosenHead();
-    if (changed.includes("measure")) sayMeasure();
+  watchers.push((names) => {
+    if (names.includes("head")) map.at = chosenHead();
+    if (names.includes("measure")) sayMeasure();
     drawMap();
   });
   new ResizeObserver(() => {
@@ -85,7 +85,7 @@ function hover(head) {
   map.canvas.style.cursor = head < 0 ? "default" : "pointer";
   if (head < 0) return;
   tip.replaceChildren(
-    ...told(measureOf(state.measure), head)
+    ...describeValue(measureOf(state.measure), head)
       .split(" · ")
       .map((line, first) => make(first ? "span" : "strong", {}, line)),
   );
@@ -111,8 +111,8 @@ function moveCursor(event) {
   if (!step) return;
   event.preventDefault();
   const [row, column] = data.places[map.at];
-  const found = Number.isFinite(step[0] + step[1]) ? next(row, column, step) : farthest(row, column, step);
-  if (found >= 0) map.at = found;
+  const target = Number.isFinite(step[0] + step[1]) ? next(row, column, step) : farthest(row, column, step);
+  if (target >= 0) map.at = target;
   placeCursor();
   hover(map.at);
 }
@@ -133,7 +133,7 @@ function placeCursor() {
   const { cursor } = map;
   const [x, y] = corner(map.at);
   Object.assign(cursor.style, { left: `${x}px`, top: `${y}px`, width: `${map.wide}px`, height: `${map.high}px` });
-  cursor.setAttribute("aria-label", told(measureOf(state.measure), map.at));
+  cursor.setAttribute("aria-label", describeValue(measureOf(state.measure), map.at));
 }
 
 function drawMap() {
@@ -172,7 +172,7 @@ function drawCells(pen, measure, ink) {
       pen.fillRect(x, y, map.wide - gap, map.high - gap);
       if (numbers) {
         pen.fillStyle = inkOn(colour);
-        pen.fillText(written(value, Math.min(measure.decimals, 3)), x + map.wide / 2, y + map.high / 2 + 0.5);
+        pen.fillText(formatNumber(value, Math.min(measure.decimals, 3)), x + map.wide / 2, y + map.high / 2 + 0.5);
       }
     }
   });

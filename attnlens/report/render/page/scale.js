@@ -18,7 +18,7 @@ function categories(measure) {
 function histogram(measure) {
   KEY.wide = Math.min(KEY.widest, element("frame").clientWidth);
   const { low, high, cut } = measure.palette;
-  const values = ascending(measure);
+  const values = sortedValues(measure);
   const counts = new Array(KEY.bins).fill(0);
   const bin = (value) =>
     Math.max(0, Math.min(KEY.bins - 1, Math.floor(((value - low) / (high - low || 1)) * KEY.bins)));
@@ -64,12 +64,13 @@ function tick(x, text, anchor) {
 
 // Draw pointers at the median over heads and at the median of the null means.
 function pointers(measure, x, median) {
-  const found = [pointer(x(median), `median ${short(median)}`, "median")];
+  const marks = [pointer(x(median), `median ${short(median)}`, "median")];
   const mean = quantile(Float64Array.from(measure.null_means.filter((one) => one !== null)).sort(), 0.5);
-  if (mean === null) return found;
-  const inside = Math.max(0, Math.min(KEY.wide, x(mean)));
-  const beyond = inside === x(mean) ? "" : inside ? " →" : "← ";
-  return [...found, pointer(inside, inside ? `null ${short(mean)}${beyond}` : `${beyond}null ${short(mean)}`, "null")];
+  if (mean === null) return marks;
+  const position = Math.max(0, Math.min(KEY.wide, x(mean)));
+  const arrow = position === x(mean) ? "" : position ? " →" : "← ";
+  const label = position ? `null ${short(mean)}${arrow}` : `${arrow}null ${short(mean)}`;
+  return [...marks, pointer(position, label, "null")];
 }
 
 function pointer(x, text, kind) {

@@ -3,8 +3,8 @@
 
 function linkHeads() {
   for (const name of document.querySelectorAll("li > b")) {
-    const found = /^layer ([a-z.]*\d+) head (\d+)$/.exec(name.textContent);
-    const key = found ? `${found[1]}.${found[2]}` : "";
+    const match = /^layer ([a-z.]*\d+) head (\d+)$/.exec(name.textContent);
+    const key = match ? `${match[1]}.${match[2]}` : "";
     if (!headOf.has(key)) continue;
     const link = make("button", { type: "button", class: "link" }, name.textContent);
     link.addEventListener("click", () => {

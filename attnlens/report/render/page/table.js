@@ -27,9 +27,9 @@ function startTable() {
     if (row) change({ head: keyOf(Number(row.dataset.head)) });
   });
   new ResizeObserver(() => drawRows()).observe(element("rows"));
-  watchers.push((changed) => {
-    if (changed.includes("filter") || changed.includes("sort")) arrange();
-    if (changed.some((name) => ["filter", "sort", "head", "measure"].includes(name))) drawRows(true);
+  watchers.push((names) => {
+    if (names.includes("filter") || names.includes("sort")) arrange();
+    if (names.some((name) => ["filter", "sort", "head", "measure"].includes(name))) drawRows(true);
   });
 }
 
@@ -41,8 +41,9 @@ function columnHead(measure) {
     measure ? measure.title : "layer · head",
   );
   button.addEventListener("click", () => {
-    const [falling, rising] = [`-${name}`, name];
-    change({ sort: name === "" ? (state.sort === "-" ? "" : "-") : state.sort === falling ? rising : falling });
+    const [descendingSort, ascendingSort] = [`-${name}`, name];
+    const nextSort = state.sort === descendingSort ? ascendingSort : descendingSort;
+    change({ sort: name === "" ? (state.sort === "-" ? "" : "-") : nextSort });
   });
   return make("th", { scope: "col", "data-sort": name }, button);
 }
@@ -60,37 +61,38 @@ function arrange() {
 }
 
 function sortRows() {
-  const falling = state.sort.startsWith("-"),
+  const isDescending = state.sort.startsWith("-"),
     measure = measureOf(state.sort.replace(/^-/, ""));
   if (measure) {
-    const gone = falling ? -Infinity : Infinity;
-    const value = (head) => measure.values[head] ?? gone;
+    const placeholder = isDescending ? -Infinity : Infinity;
+    const value = (head) => measure.values[head] ?? placeholder;
     table.order.sort((one, other) =>
-      value(one) === value(other) ? one - other : value(one) < value(other) === falling ? 1 : -1,
+      value(one) === value(other) ? one - other : value(one) < value(other) === isDescending ? 1 : -1,
     );
-  } else if (falling) table.order.reverse();
+  } else if (isDescending) table.order.reverse();
   for (const head of element("columns").children) {
     const own = head.dataset.sort === state.sort.replace(/^-/, "");
-    head.setAttribute("aria-sort", own ? (falling ? "descending" : "ascending") : "none");
+    head.setAttribute("aria-sort", own ? (isDescending ? "descending" : "ascending") : "none");
   }
 }
 
 // Parse a filter: `3.7`, `layer 3`, a word, `entropy < 0.3`, `z of symmetry > 5`; a comma means "and".
 function terms(text) {
-  const found = { tests: [], problem: "" };
+  const tests = [];
+  let problem = "";
   for (const term of text
     .split(",")
     .map((one) => one.trim().toLowerCase())
     .filter(Boolean)) {
-    const compared = /^(z of )?(.+?)\s*(<=|>=|<|>|=)\s*(-?[\d.]+(?:e[+-]?\d+)?)$/.exec(term.replaceAll("−", "-"));
-    const test = compared ? comparison(compared) : containing(term);
-    if (test) found.tests.push(test);
-    else found.problem = `No measure is called “${compared[2]}”`;
+    const match = /^(z of )?(.+?)\s*(<=|>=|<|>|=)\s*(-?[\d.]+(?:e[+-]?\d+)?)$/.exec(term.replaceAll("−", "-"));
+    const test = match ? comparison(match) : wordTest(term);
+    if (test) tests.push(test);
+    else problem = `No measure is called “${match[2]}”`;
   }
-  return found;
+  return { tests, problem };
 }
 
-const COMPARED = {
+const OPERATORS = {
   "<": (a, b) => a < b,
   ">": (a, b) => a > b,
   "<=": (a, b) => a <= b,
@@ -99,19 +101,19 @@ const COMPARED = {
 };
 
 function comparison([, ofZ, words, sign, number]) {
-  const holds = (value) => value !== null && value !== undefined && COMPARED[sign](value, Number(number));
+  const holds = (value) => value !== null && value !== undefined && OPERATORS[sign](value, Number(number));
   if (words === "layer") return (head) => holds(data.layers[data.places[head][0]]);
   if (words === "head") return (head) => holds(data.columns[data.places[head][1]]);
   const plain = (text) => text.toLowerCase().replaceAll("_", " ");
-  const wanted = plain(words);
+  const phrase = plain(words);
   const measure =
-    data.measures.find((one) => [plain(one.name), plain(one.title)].includes(wanted)) ??
-    data.measures.find((one) => plain(one.name).includes(wanted));
+    data.measures.find((one) => [plain(one.name), plain(one.title)].includes(phrase)) ??
+    data.measures.find((one) => plain(one.name).includes(phrase));
   if (!measure) return null;
   return ofZ ? (head) => holds(zOf(measure, head)) : (head) => holds(measure.values[head]);
 }
 
-function containing(term) {
+function wordTest(term) {
   const place = /^([a-z]+\.)?(\d+)\s*[.·]\s*(\d+)$/.exec(term);
   if (place?.[1]) return (head) => keyOf(head) === `${place[1]}${place[2]}.${place[3]}`;
   if (place) {
@@ -119,13 +121,13 @@ function containing(term) {
     const here = (head) => [data.layers[data.places[head][0]], data.columns[data.places[head][1]]];
     return (head) => here(head)[0] === layer && here(head)[1] === column;
   }
-  const numbered = /^(layer|head) (\d+)$/.exec(term);
-  if (numbered) return comparison([null, "", numbered[1], "=", numbered[2]]);
-  const labelled = data.measures.filter((measure) => Object.keys(measure.labels).length);
+  const axisMatch = /^(layer|head) (\d+)$/.exec(term);
+  if (axisMatch) return comparison([null, "", axisMatch[1], "=", axisMatch[2]]);
+  const labelledMeasures = data.measures.filter((measure) => Object.keys(measure.labels).length);
   const words = (head) => [
     nameOf(head),
     data.sites[data.places[head][0]],
-    ...labelled.map((measure) => valueText(measure, head)),
+    ...labelledMeasures.map((measure) => valueText(measure, head)),
   ];
   return (head) => words(head).join(" ").toLowerCase().includes(term);
 }
@@ -138,21 +140,21 @@ function drawRows(again = false) {
   const last = Math.min(count, Math.ceil((box.scrollTop + box.clientHeight) / ROW) + AROUND);
   if (!again && first === table.first && last === table.last) return;
   Object.assign(table, { first, last });
-  const focused = document.activeElement?.closest?.("#body tr")?.dataset.head;
+  const focusedHead = document.activeElement?.closest?.("#body tr")?.dataset.head;
   element("body").replaceChildren(
     spacer(first),
     ...table.order.slice(first, last).map((head, at) => headRow(head, first + at)),
     spacer(count - last),
   );
   element("all").setAttribute("aria-rowcount", count + 2);
-  if (focused !== undefined)
-    element("body").querySelector(`tr[data-head="${focused}"] button`)?.focus({ preventScroll: true });
+  if (focusedHead !== undefined)
+    element("body").querySelector(`tr[data-head="${focusedHead}"] button`)?.focus({ preventScroll: true });
 }
 
 function spacer(rows) {
-  const made = make("tr", { class: "spacer", "aria-hidden": "true" });
-  made.style.height = `${rows * ROW}px`;
-  return made;
+  const row = make("tr", { class: "spacer", "aria-hidden": "true" });
+  row.style.height = `${rows * ROW}px`;
+  return row;
 }
 
 function headRow(head, at) {
@@ -170,14 +172,14 @@ function headRow(head, at) {
       valueText(measure, head),
     ),
   );
-  const chosen = chosenHead() === head;
+  const isChosen = chosenHead() === head;
   return make(
     "tr",
     {
       "data-head": head,
       "aria-rowindex": at + 3,
-      class: chosen ? "chosen" : false,
-      "aria-current": chosen ? "true" : false,
+      class: isChosen ? "chosen" : false,
+      "aria-current": isChosen ? "true" : false,
     },
     name,
     ...cells,
