@@ -85,7 +85,7 @@ def comparison_panels(report: Report) -> list[Panel]:
 
 
 def draw_differences(axes: Axes, comparison: Comparison, name: str, number: Names = str) -> None:
-    """Draw a map of a distance between two models' heads in logarithmic colours; dots mark changes that are named."""
+    """Draw a map of a distance between two models' heads in logarithmic colours; dots mark `named` changes."""
     rows = {(row.layer, row.head): row for row in comparison.rows if row.measure == name and (row.delta or 0) > 0}
     places = [(head.layer, head.head, head.part) for head in comparison.heads]
     changes = [rows.get(place[:2]) for place in places]
