@@ -173,7 +173,7 @@ MOST_CAUSES = 4  # Maximum number of causes that are printed
 
 
 def _diagnosis(comparison: Comparison, name: Names) -> Iterator[Finding]:
-    """Yield a finding, with the repair, for each of at most MOST_CAUSES causes of differences; harmless ones last."""
+    """Yield a finding for each of at most MOST_CAUSES causes of differences, with any repair; harmless causes last."""
     causes = sorted(comparison.diagnosis, key=lambda cause: (cause.harmless, cause.hypothesis == UNEXPLAINED))
     for number, cause in enumerate(causes[:MOST_CAUSES]):
         more = len(causes) - MOST_CAUSES

@@ -234,12 +234,15 @@ def _continuations(swap: Swap) -> Finding | None:
 
 
 def _is_measured(plan: Plan | None) -> bool:
-    """Return True if the plan has a measured rise, which the finding `Within budget?` reports instead of `Cost?`."""
+    """Return True if the plan has a measured rise, which the finding `Within budget?` reports."""
     return plan is not None and plan.measured is not None
 
 
 def _holds(plan: Plan) -> bool:
-    """Return True if the plan is `within_budget` and, without a promised rise, so is any measured interval."""
+    """Return True if the plan is `within_budget`.
+
+    Without a promised rise, the upper end of the measured interval, if any, must be within the budget too.
+    """
     measured = plan.measured
     if measured is None:
         return False

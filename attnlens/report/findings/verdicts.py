@@ -26,7 +26,7 @@ MOST_SERIES = 4  # Maximum number of measures of a series of checkpoints that ar
 
 
 def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield findings: does attnlens compute the attention of each site as the model does, and do backends agree?"""
+    """Yield findings: does attnlens compute each site's attention as the model does; do backends and masks agree?"""
     sites = shapes.report.doctor
     differing = [check for check in sites if check.verdict == "differs"]
     unchecked = [check for check in sites if check.verdict in ("not checked", "partly checked")]

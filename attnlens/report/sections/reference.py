@@ -272,7 +272,7 @@ def _default_measures() -> set[str]:
 
 
 def explanation(name: str) -> Section:
-    """Return the page of a measure, kernel or term. Raise UsageError if the name or synonym does not match exactly one.
+    """Return the page of a measure, kernel or term. Raise UsageError unless the name or synonym matches a single page.
 
     The source can be omitted: `entropy` is `tokens.entropy`. Measures of the default analyzers take precedence.
     """
