@@ -23,10 +23,10 @@ LEVELS = (0, 1, 2.5, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 97.5, 99
 """Percentages at which the file contains the quantiles of each measure."""
 Third = Literal["first", "middle", "last", "all"]
 SAME, ENOUGH, ABOUT = 0.25, 3, 0.05
-"""A model is taken for one of the atlas if the quantiles of both differ on average by less than SAME interquartile
-ranges (median over at least ENOUGH measures): models and their fine-tuned versions differ by 0.1, lineages by at least
-0.38. With fewer measures, models whose sizes differ by less than the share ABOUT count as the same if these measures
-agree, or if the report covers only some heads."""
+"""A report's model is taken for a model of the atlas if their quantiles differ on average by less than SAME
+interquartile ranges (median over at least ENOUGH measures): models and their fine-tuned versions differ by 0.1, models
+of different lineages by at least 0.38. With fewer measures, models whose numbers of parameters differ by less than the
+share ABOUT count as the same if these measures agree, or if the report covers only some heads."""
 DEPTHS: tuple[Third, ...] = ("first", "middle", "last")  # Names of the thirds of the layers
 
 
@@ -53,7 +53,7 @@ class Distribution:
         else:
             share = (value - known[left - 1]) / (known[left] - known[left - 1])
             level = LEVELS[left - 1] + share * (LEVELS[left] - LEVELS[left - 1])
-        # quantiles put the least of n heads at 0 % and the largest at 100 %, but half of each head counts as below it
+        # quantiles put the least of n heads at 0 % and the largest at 100 %; here, half of each head is below its value
         return (level * (self.heads - 1) + 50) / self.heads
 
 
@@ -79,7 +79,7 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class Subject:
-    """Properties of a model's part that determine with which models of the atlas its heads are compared."""
+    """Properties of a model's part that determine which atlas models its heads are compared with."""
 
     part: str
     positions: str | None
@@ -131,7 +131,7 @@ def model_of(entry: Mapping[str, object]) -> TrainedModel:
 
 @lru_cache(1024)  # called for every head of a page
 def reference(measure: str, depth: Third, subject: Subject) -> Reference:
-    """Return the atlas heads at this depth to compare the subject's heads with, or the reason why there are none."""
+    """Return atlas models comparable with the subject and their distributions at this depth, or why there are none."""
     if not any(measure in model.measures for model in models()):
         return Reference(reason=f"the atlas lacks {measure}")
     if sized_by := find_measure(measure).sized_by:
@@ -155,7 +155,7 @@ def _forms_alike(model: TrainedModel, subject: Subject) -> bool:
 
 
 def subject_of(report: Report, part: str) -> Subject:
-    """Return the properties of a report's part that determine with which atlas models its heads are compared."""
+    """Return the properties of a report's part that determine which atlas models its heads are compared with."""
     settings, conventions = report.settings, report.model.conventions
     subject = Subject(part, conventions.position if conventions else None, settings.length, bool(settings.pack))
     heads = [head for head in report.heads if head.part == part]
@@ -165,7 +165,7 @@ def subject_of(report: Report, part: str) -> Subject:
 
 
 def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject: Subject) -> bool:
-    """Return True if these heads, all of one part, appear to be those of an atlas model, even if the files differ."""
+    """Return True if these heads, all of one part, appear to be those of this atlas model, even if the files differ."""
     # copies agree exactly, quantised or fine-tuned weights approximately
     if not heads or model.part != subject.part:
         return False

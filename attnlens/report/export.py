@@ -47,7 +47,7 @@ def summary(
 
 
 def page(report: Report) -> Document:
-    """Build the document of a report's HTML page. Raise UsageError if there is nothing to draw."""
+    """Build the document of a report's HTML page. Raise UsageError like `list_pictures`, except for `doctor`."""
     shapes = Shapes(report)
     below, opening = [*build_sections(shapes, "page")], [*build_sections(shapes, "opening")]
     explored = Shapes(report.with_changes()) if report.kind == "comparison" else shapes
@@ -115,7 +115,7 @@ def _plan(report: Report) -> str:
 
 
 def build_page(report: Report) -> str:
-    """Build the HTML page. Raise UsageError if there is nothing to draw."""
+    """Build the HTML page. Raise UsageError if there is nothing to draw, except for `doctor` (no pictures)."""
     from attnlens.report.render.html import html
 
     return html(page(report))
@@ -149,8 +149,8 @@ def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, 
 
     A folder gets every picture. A file named after a measure (`weights.symmetry.pdf` or `symmetry.pdf`) or another
     picture gets this picture, any other file the overview. `bare` pictures show no title or caption. Raise UsageError
-    if there is nothing to draw, if the measure cannot be drawn, or if several measures have that name; OutputError for
-    another suffix.
+    like `list_pictures`, if the measure cannot be drawn, or if several measures have that name; OutputError for any
+    other suffix than .png, .svg and .pdf.
     """
     from attnlens.report.render.html import encode_picture, file_names, is_file
 

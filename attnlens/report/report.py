@@ -25,8 +25,8 @@ class Report(records.Report):
         """Write the report in the format of the path's suffix: .json, .csv, .md, .html, .png, .svg or .pdf.
 
         A picture named after a measure (`symmetry.pdf`) or panel shows only that, any other picture the overview; the
-        caption is written to a second file (`symmetry.pdf.txt`). `bare` omits title and notes, for a paper.
-        Raise OutputError for another suffix or if the path can't be written, UsageError if the picture can't be drawn.
+        caption is written to a second file (`symmetry.pdf.txt`). `bare` omits title and notes, for a paper. Raise
+        OutputError for any other suffix or if the path can't be written, UsageError if the picture can't be drawn.
         """
         from attnlens.report import export
         from attnlens.report.pictures.style import FORMATS
@@ -58,7 +58,7 @@ class Report(records.Report):
             return overview(self).draw(bare=bare)
 
     def __str__(self) -> str:
-        """Return the screen that a command prints: findings, the main map or table if any, and commands to run next."""
+        """Return the screen that a command prints: heading, findings, main map or table if any, and next commands."""
         import io
 
         from attnlens.report.export import summary

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SAME = 1e-6  # relative spread up to which values count as equal
 MOST_FILLED = 1024
-"""Maps of at most this many layers and heads have empty rows and columns for missing layers and heads."""
+"""Maps get empty rows (columns) for missing layers (heads) if they then have at most this many rows (columns)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class MeasureMap:
 
     @property
     def signed(self) -> bool:
-        """True if values below 0 occur or lie within the measure's bounds."""
+        """True if a value is below 0, or if the measure has a lower bound below 0."""
         could = self.info.low is not None and self.info.low < 0
         return could or bool(np.any(self.present < 0))
 
@@ -228,7 +228,7 @@ def _informativeness(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool,
 
 
 def _numbers(present: Iterable[int], expected: int, fill: bool) -> tuple[int, ...]:
-    """Sort the numbers; if `fill`, add all missing ones below `expected` or the largest, up to MOST_FILLED in all."""
+    """Sort the numbers; if `fill`, add all missing below `expected` or the largest (if at most MOST_FILLED result)."""
     numbers = sorted(set(present))
     size = max([expected, *(number + 1 for number in numbers)])
     return tuple(range(size)) if fill and numbers and size <= MOST_FILLED else tuple(numbers)

@@ -45,7 +45,8 @@ def find(shapes: Shapes) -> list[Finding]:
 def next_commands(shapes: Shapes) -> list[str]:
     """Return at most COMMANDS commands that answer questions which the findings of a report raise.
 
-    If the report was saved and not yet drawn, one more command draws or lists it without computing it again.
+    If the report was saved but not shown in full (`Written.shown`), and the screen omits something, one more command
+    shows the saved report.
     """
     commands = list(dict.fromkeys(KINDS[shapes.report.kind][1](shapes)))[:COMMANDS]
     written, options = shapes.written, show_again(shapes)

@@ -173,7 +173,7 @@ MOST_CAUSES = 4  # Maximum number of causes that are printed
 
 
 def _diagnosis(comparison: Comparison, name: Names) -> Iterator[Finding]:
-    """Yield one finding per cause of the differences, with its repair (at most MOST_CAUSES); harmless causes last."""
+    """Yield a finding for each of at most MOST_CAUSES causes of differences, with any repair; harmless causes last."""
     causes = sorted(comparison.diagnosis, key=lambda cause: (cause.harmless, cause.hypothesis == UNEXPLAINED))
     for number, cause in enumerate(causes[:MOST_CAUSES]):
         more = len(causes) - MOST_CAUSES
@@ -243,7 +243,7 @@ DISTANCES = {OWN_ROWS: "own KL {} nats", FORMS: "‖ΔM‖/‖M‖ {}", ROWS: "K
 
 
 def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChange]:
-    """Return the changed heads' rows of the first of DISTANCES that is above 0 in at least one, largest first."""
+    """Return the changed heads' rows of the first of DISTANCES that is above 0 in any of these heads, largest first."""
     for measure in DISTANCES:
         rows = [row for row in comparison.rows if row.measure == measure and row.delta]
         named = _places(row for row in rows if row.named)
@@ -254,7 +254,7 @@ def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChang
 
 
 def _changed_heads(comparison: Comparison, changes: Changes, name: Names) -> Finding:
-    """Name the heads that changed most, by the divergence of their own attention or by the change of their forms M."""
+    """Name the heads that changed most, with their distances; if no distance is above 0, name the changed heads."""
     rows = _most_changed(comparison, changes)
     if not rows:
         answer = f"{_join_heads(changes.own or changes.others, name)}."
@@ -269,7 +269,7 @@ def _changed_heads(comparison: Comparison, changes: Changes, name: Names) -> Fin
 
 
 def _predictions(comparison: Comparison) -> Iterator[Finding]:
-    """Yield a finding on the change of the loss, the predictions or the hidden states, if it is known."""
+    """Yield a finding on the changes of the loss, the predictions or the hidden states; nothing if none is known."""
     if (outcome := comparison.outcome) is None:
         return
     if outcome.diverged:
@@ -308,7 +308,7 @@ def _predictions(comparison: Comparison) -> Iterator[Finding]:
 
 
 def after_comparison(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that show the most changed head, search for smaller changes, and check the second model."""
+    """Yield commands: show the most changed head; look for smaller changes if none is named; check the second model."""
     report = shapes.report
     comparison = report.comparison
     assert comparison is not None  # noqa: S101  # a report of this kind has one

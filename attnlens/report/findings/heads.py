@@ -105,7 +105,7 @@ class HeadTests:
 
 
 def _adjust(p: Float[np.ndarray, " tests"]) -> Float[np.ndarray, " tests"]:
-    """Return the q-value of each p (Benjamini & Hochberg 1995): the least p'·tests/rank over all p' ≥ p."""
+    """Return the q-value of each p (Benjamini & Hochberg 1995): the least p'·tests/rank(p') over all p' ≥ p."""
     order = np.argsort(p)[::-1]
     q = np.empty_like(p)
     q[order] = np.minimum.accumulate(p[order] * len(p) / np.arange(len(p), 0, -1))
@@ -331,14 +331,21 @@ def _null(reading: MeasureMap) -> str:
 
 
 def _null_decimals(mean: float, sd: float) -> int:
-    """Return the decimals of a null: two digits of its sd, or one if two would show more than three of the mean."""
+    """Return how many decimals show two digits of a null's sd, or one if two would show more than three of the mean.
+
+    If the sd is 0, the decimals show two digits of the mean.
+    """
     if not sd:
         return decimals_for([mean], 2)
     return min(decimals_for([sd], 2), max(decimals_for([mean]), decimals_for([sd], 1)))
 
 
 def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
-    """Format heads in brackets: names if few, else the other heads if few, else the layers with the largest shares."""
+    """Format heads in brackets: names if few, else the other heads if few, else the layers with most such heads.
+
+    Layers are ranked by the share of their heads that are in `heads`. Return "" if there are no heads, if the report
+    has a single head, or if layers would be named but the report has a single layer.
+    """
     counts = Counter(head.layer for head in heads)
     totals = Counter(head.layer for head in shapes.report.heads)
     if not counts or len(shapes.report.heads) == 1:

@@ -86,7 +86,7 @@ def _cost(swap: Swap, method: str) -> Finding:
 
 
 def _end(ci95: tuple[float, float] | None, decimals: int, method: str) -> str:
-    """End a sentence on a change of the loss with its interval, and with the method if it is not the bootstrap."""
+    """Format the end of a sentence on a change of the loss: the interval, and the method if not the bootstrap."""
     if ci95 is None:
         return "."
     few = "" if method == "bootstrap" else f" ({method})"
@@ -116,7 +116,7 @@ def _cheapest(swaps: list[Swap], method: str) -> Finding:
 
 
 def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None:
-    """State how many numbers a head caches for a window, if the kernel needs fewer than all keys and values."""
+    """State how many numbers a head caches for a window; None if not fewer than for all keys and values."""
     full = next((control.state for control in swap.controls if control.role == "one key"), None)  # keeps every key
     if full is None or swap.state is None or swap.state >= full:
         return None
@@ -128,7 +128,7 @@ def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None
 
 
 def _recovery(swap: Swap, method: str) -> Finding | None:
-    """State the share of the rise in the loss that training recovers; None without training."""
+    """State the share of the rise in the loss that training recovers; None without training, or if no loss is known."""
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     if swap.healing is None or len(losses) < 2:
         return None
@@ -166,7 +166,7 @@ def _where(swap: Swap, name: Names) -> Finding | None:
 
 
 def _alternative(swap: Swap, windows: int | None) -> Finding | None:
-    """Compare the rise in the loss with that of the controls, on the same windows."""
+    """Compare the rises in the loss under the kernel and under the controls; None without an interval or controls."""
     controls = [control for control in swap.controls if control.loss is not None]
     if swap.loss is None or swap.loss.ci95 is None or not controls:
         return None
@@ -234,12 +234,15 @@ def _continuations(swap: Swap) -> Finding | None:
 
 
 def _is_measured(plan: Plan | None) -> bool:
-    """Return True if the plan has a measured rise, which the finding `Within budget?` reports instead of `Cost?`."""
+    """Return True if the plan has a measured rise, which the finding `Within budget?` reports."""
     return plan is not None and plan.measured is not None
 
 
 def _holds(plan: Plan) -> bool:
-    """Return True if the measured rise and the promised rise (or else the measured interval) are within the budget."""
+    """Return True if the plan is `within_budget`.
+
+    Without a promised rise, the upper end of the measured interval, if any, must be within the budget too.
+    """
     measured = plan.measured
     if measured is None:
         return False
@@ -310,7 +313,7 @@ def _is_unclear(loss: Change) -> bool:
 
 
 def after_swap(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that locate or reduce the cost of the cheapest kernel, measure it more exactly, or adopt it."""
+    """Yield commands that locate, reduce or remeasure the cheapest kernel's cost, save its model, or use a plan."""
     report = shapes.report
     written = Written() if shapes.written is None else shapes.written
     # the kernel whose loss rises least; without a loss, the first

@@ -26,7 +26,7 @@ MOST_SERIES = 4  # Maximum number of measures of a series of checkpoints that ar
 
 
 def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield findings: does attnlens compute the attention of each site as the model does, and do backends agree?"""
+    """Yield findings: does attnlens compute each site's attention as the model does; do backends and masks agree?"""
     sites = shapes.report.doctor
     differing = [check for check in sites if check.verdict == "differs"]
     unchecked = [check for check in sites if check.verdict in ("not checked", "partly checked")]
@@ -95,7 +95,7 @@ PLAIN = ("causal", "bidirectional", "window")
 
 
 def _describe_faults(check: BackendCheck, name: Names) -> Iterator[str]:
-    """Yield a clause per faulty mask; if the first mask is in PLAIN, only for it, since it can explain the others."""
+    """Yield a clause per faulty mask; if the first one is in PLAIN, only for this one, which can explain the others."""
     wrong = _order_faults(check.masks)
     shown = wrong[:1] if wrong and wrong[0].mask in PLAIN else wrong
     others = [mask.mask for mask in wrong[len(shown) :]]
@@ -105,7 +105,7 @@ def _describe_faults(check: BackendCheck, name: Names) -> Iterator[str]:
 
 
 def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
-    """Return the faulty masks, those in PLAIN first; `window` leads if `causal` has a fault in an earlier token."""
+    """Return the faulty masks, those in PLAIN first; `window` leads if `causal` first fails at an earlier token."""
     wrong = [mask for mask in masks if mask.verdict == "differs"]
     causal = next((mask.faults[0] for mask in wrong if mask.mask == "causal" and mask.faults), None)
     is_past = causal is not None and causal.token is not None and causal.token < causal.output
@@ -202,7 +202,7 @@ def _reference_finding(experiment: Experiment) -> Finding:
 
 
 def _hardening_finding(experiment: Experiment) -> Finding:
-    """State the attention weight of the selected token (e^−KL, with the KL of hard selection) of a head and its SVM."""
+    """State the weight that a head, and its SVM, give the selected token: e^−KL, with the KL of hard selection."""
     head, svm = (experiment.final.get(name) for name in (SOFT, SOFT_SVM))
     answer = "Unknown."
     if head is not None:

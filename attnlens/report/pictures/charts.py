@@ -450,7 +450,7 @@ def _bare_panel(panel: Panel, ambiguous: bool) -> Panel:
 
 
 def _enlarge_text(figure: Figure, room: float) -> None:
-    """Give all text of a bare figure the same size, and break labels that are then too long; `room` is in inches."""
+    """Give all text of a bare figure the same size, and break labels longer than `room`, a panel's width in inches."""
     for axes in figure.findobj(Axes):
         axes.tick_params(labelsize=BARE_POINTS)
         legend = axes.get_legend()

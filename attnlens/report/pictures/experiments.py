@@ -85,7 +85,7 @@ def comparison_panels(report: Report) -> list[Panel]:
 
 
 def draw_differences(axes: Axes, comparison: Comparison, name: str, number: Names = str) -> None:
-    """Draw a map of a distance between two models' heads in logarithmic colours; dots mark changes that are named."""
+    """Draw a map of a distance between two models' heads in logarithmic colours; dots mark `named` changes."""
     rows = {(row.layer, row.head): row for row in comparison.rows if row.measure == name and (row.delta or 0) > 0}
     places = [(head.layer, head.head, head.part) for head in comparison.heads]
     changes = [rows.get(place[:2]) for place in places]
@@ -393,7 +393,7 @@ def _least_shown(curves: Mapping[str, Curve]) -> tuple[float | None, bool]:
 
 
 def _finite_values(curves: Mapping[str, Curve]) -> Float[np.ndarray, " values"]:
-    """Collect all finite values of all curves and their quartiles."""
+    """Collect the finite medians and quartiles of all curves."""
     parts = (part for curve in curves.values() for part in (curve.median, curve.low, curve.high))
     values = np.concatenate([as_array(part) for part in parts if part is not None])
     return np.asarray(values[np.isfinite(values)])

@@ -60,7 +60,7 @@ WIDE_RANGE = 20.0
 """Ratio of the largest value to the least last value of falling median curves, above which an axis is logarithmic."""
 PART_LINES = ("-", "--", ":")  # line styles of the parts' medians on shared axes
 CELL = 0.42  # side of a cell in inches, if the page has room
-STEPS = 64  # number of colours of a colour map that pages get to draw their own maps
+STEPS = 64  # number of colours sampled from a colour map for the maps that pages draw themselves
 THIRDS = 3
 FURTHEST = 1e300
 """Largest absolute value that can be drawn: drawing computes differences, and float64 ends at 1.8e308."""
@@ -132,7 +132,7 @@ def heading(info: MeasureInfo) -> str:
 
 
 def heading_of_shares(shapes: Shapes, whole: str) -> str:
-    """Format the name of a set of measures that sum to 1; add `(not identified)` if one of them is not."""
+    """Format the name of a set of measures that sum to 1; add `(not identified)` if one of the measures is not."""
     unsure = any(shapes.info(name).identified == "nowhere" for name in shapes.shares[whole])
     return title_of(whole) + " (not identified)" * unsure
 
@@ -152,7 +152,10 @@ def source_heading(shapes: Shapes, name: str) -> str:
 
 
 def head_panels(shapes: Shapes) -> list[Panel]:
-    """Build the panels that get files of their own. Raise UsageError if there are none, or if a value is too large."""
+    """Build the panels that get files of their own: varying measures, curves, and margins of selections.
+
+    Raise UsageError if the report contains no measures or curves, or if a value is too large to draw.
+    """
     if not shapes.readings and not shapes.curves:
         raise UsageError(
             "The report contains no measures to draw.", "Create one with: attnlens inspect MODEL --json FILE"
@@ -240,7 +243,7 @@ def scale(reading: MeasureMap) -> Colours:
 
 
 def palette(reading: MeasureMap) -> dict[str, object]:
-    """Return the limits of `scale`, and evenly spaced colours or one per category, for pages without matplotlib."""
+    """Return name, limits, open ends and colours (samples, or one per category) of `scale` for the scripts of pages."""
     colours, norm, extend = scale(reading)
     steps = colours.N if isinstance(norm, BoundaryNorm) else STEPS
     samples = [to_hex(colour) for colour in colours(np.linspace(0, 1, steps))]

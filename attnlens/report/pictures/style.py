@@ -158,7 +158,7 @@ def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
 
 
 def label_powers(axis: Axis, least: float) -> None:
-    """Label 0 and, if there is room, ± powers of ten from `least` on, on an axis that is linear only near 0."""
+    """Label 0 and, if there is room, ± powers of ten of at least `least`, on an axis that is linear only near 0."""
     low, high = sorted(axis.get_view_interval())
     powers = [power for power in 10.0 ** np.arange(-12, 12) if power >= 0.99 * least]
     ticks = [-power for power in reversed(powers)] + [0.0, *powers]

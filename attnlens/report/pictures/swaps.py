@@ -182,7 +182,7 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
 
 
 def scale_widely(axes: Axes, which: Literal["x", "y"], values: Iterable[float]) -> None:
-    """Make an axis linear near 0 and logarithmic beyond if the largest value would hide the smallest."""
+    """If the largest value would hide the smallest, make an axis linear near 0 and logarithmic farther out."""
     sizes = sorted(size for value in values if math.isfinite(size := abs(value)) and size >= FINEST)
     if sizes and sizes[-1] >= WIDE * sizes[0]:
         border = 10.0 ** math.floor(math.log10(sizes[0]))
@@ -195,7 +195,10 @@ def _dot(swap: Swap, outcome: Outcome, colour: str = OWN, size: float = 4.5) -> 
 
 
 def _rise(outcome: Outcome, name: str, gap: str) -> str:
-    """Format the rise in perplexity on a new line of a label: `perplexity +5.6 % (4.9 to 6.4 %)`; empty if unknown."""
+    """Format the rise in perplexity, or DESTROYED, on a new line of a label: `perplexity +5.6 % (4.9 to 6.4 %)`.
+
+    `name` precedes the rise, and `gap` its interval. Return "" if the rise is unknown.
+    """
     if outcome.perplexity is None or outcome.loss is None:
         return f"\n{DESTROYED}" * outcome.destroyed
     rise, ends = format_rise(outcome.loss, outcome.perplexity, destroyed=outcome.destroyed)
@@ -408,7 +411,7 @@ def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
 
 
 def scale_around_median(axes: Axes, which: Literal["x", "y"], effects: Float[np.ndarray, " units"]) -> None:
-    """Make an axis linear near 0 and logarithmic beyond if the largest effect would hide the median effect."""
+    """If the largest effect would hide the median effect, make an axis linear near 0 and logarithmic farther out."""
     usual = float(np.nanmedian(np.abs(effects))) if np.isfinite(effects).any() else 0.0
     if usual > 0 and float(np.nanmax(np.abs(effects))) > SQUASHED * usual:
         (axes.set_xscale if which == "x" else axes.set_yscale)("asinh", linear_width=2 * usual)

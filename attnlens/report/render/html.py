@@ -42,7 +42,7 @@ def embed_picture(picture: Picture) -> str:
 
 
 def is_file(target: Path) -> bool:
-    """Return True if the target names a picture, False if it names a folder. Raise OutputError for any other suffix."""
+    """Return True if the target names a picture, False for a folder. Raise OutputError for a suffix not in FORMATS."""
     suffix = target.suffix.lower()
     if not suffix or target.is_dir():
         return False

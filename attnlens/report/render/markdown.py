@@ -50,7 +50,7 @@ MOST_HEADS = 100  # maximum number of heads per failure; more would hide the oth
 
 
 def junit(report: Report) -> str:
-    """Format the checks of a report as JUnit XML; characters that XML 1.0 forbids are replaced, others escaped."""
+    """Format the checks of a report as JUnit XML; characters that XML 1.0 forbids are replaced."""
     return junit_cases(clean(f"attnlens check {report.model.id}"), rule_cases(report), report.model.layer_name)
 
 
@@ -128,7 +128,8 @@ def markdown(doc: Document) -> str:
 def escape_text(text: str) -> str:
     """Replace every character with a meaning in markdown or HTML by its character code.
 
-    GitHub looks for @mentions after decoding, so a zero-width space follows each @; `www.` would become a link.
+    GitHub looks for @mentions after decoding, so a zero-width space follows each @. The dot of `www.` is coded too,
+    because GitHub would make a link of it.
     """
     coded = SYNTAX.sub(lambda match: f"&#{ord(match.group())};", clean(text))
     return re.sub("www[.]", "www&#46;", coded, flags=re.IGNORECASE).replace("&#64;", "&#64;&#8203;")

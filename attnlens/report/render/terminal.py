@@ -200,7 +200,7 @@ def _widths(columns: Sequence[Column]) -> list[int]:
 
 
 def _block(names: Sequence[Column], columns: Sequence[Column], rule: str) -> RenderResult:
-    """Yield a table below a line that names the group of each run of columns: `weights ────  tokens ────`."""
+    """Yield a table; if columns have groups, lines above it name the group of each run: `weights ────  tokens ────`."""
     if any(column.group for column in columns):
         yield from _group_lines(sum(width + GAP for width in _widths(names)), columns, rule)
     yield _grid([*names, *columns])

@@ -29,7 +29,7 @@ SHOWN = 10  # Maximum number of heads listed; --json and --csv contain all
 
 
 def describe_check(check: Check, name: Names = str) -> str:
-    """Describe the outcome of a check: value found, condition, number of failing heads or blocks, worst head.
+    """Describe the outcome of a check: value found, condition, number of failing heads or blocks, and the worst one.
 
     `name` returns the name of a layer.
     """
@@ -124,7 +124,7 @@ def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
 
 
 def rows(report: Report) -> list[Row]:
-    """Build spreadsheet rows of a check: one per rule and failing head or block; one per rule without these."""
+    """Build spreadsheet rows of a check: for each rule, one per failing head or block, or one if none fails."""
     rows: list[Row] = []
     for check in report.checks:
         rule: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}
@@ -242,7 +242,7 @@ def format_error(error: float | None) -> str:
 
 
 def format_share(check: BackendCheck) -> str:
-    """Format the share of positions with the same most likely token, rounded down so that 100 % means all."""
+    """Format the share of positions with the same most likely token as float64, rounded down so 100 % means all."""
     share = check.greedy_agreement
     return NO_VALUE if share is None else f"{math.floor(1000 * share) / 10:g} %"
 

@@ -259,7 +259,7 @@ def _prediction_section(comparison: Comparison) -> Iterator[Section]:
 
 
 def _head_sections(report: Report, comparison: Comparison, most: int | None) -> Iterator[Section]:
-    """Yield a table of up to `most` heads with significant, not negligible changes, by descending `rank_distances`."""
+    """Yield a table of at most `most` heads (None: all) with `named` changes, by descending `rank_distances`."""
     by_head: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for change in comparison.rows:
         by_head[change.layer, change.head][change.measure] = change

@@ -154,7 +154,11 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
 
 
 def _typical_places(report: Report, measure: str) -> list[float | None]:
-    """Return each head's percentile among atlas heads of its part and depth, or None; [] if all are None."""
+    """Return each head's percentile among atlas heads of its part and depth, or None.
+
+    Weights shared by several layers are compared at all depths. Return [] if all percentiles are None, and for commands
+    other than `inspect`.
+    """
     if report.command != "inspect":  # in other reports heads are retrained, or their values are changes
         return []
     depths = atlas.depths(report)

@@ -142,7 +142,7 @@ def build_heading(report: Report, whole: bool) -> Heading:
 
 
 def _grid(report: Report) -> str:
-    """Format the numbers of analysed layers and heads: `, 4 layers × 8 heads`; "" if they have unequal numbers."""
+    """Format the numbers of analysed layers and of heads per layer, `, 4 layers × 8 heads`; "" if the latter differ."""
     counts = Counter(head.layer for head in report.heads)
     if len(set(counts.values())) != 1:
         return ""

@@ -151,7 +151,7 @@ def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def measure_columns(shapes: Shapes) -> list[Column]:
-    """Build a column per measure that differs between heads, headlines first, and a column for layer symmetry."""
+    """Build a column per measure that differs between heads, headlines first, and one for layer symmetry if known."""
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]

@@ -90,8 +90,8 @@ TERMS = {  # Term used on screens and in reports → explanation
     "kl": "Kullback–Leibler divergence between two distributions, such as the predictions of two models: 0 if they are "
     "equal. In `converge`, the divergence of hard selection (all weight on one key) from the head's softmax.",
     "atlas": "Values of the measures in trained models, which ship with attnlens. The page gives a head's percentile "
-    "among their heads (of the same part and third of the layers) and, in the column `pct.`, among those of the same "
-    "model.",
+    "among their heads (of the same part and third of the layers) and, in the column `pct.`, among all "
+    "heads of its own model.",
     "z": "Distance of a value from chance: (value − mean of the null) / standard deviation of the null.",
     "nats": "Unit of losses, entropies and KL divergences with the natural logarithm: 1 nat is 1.44 bits.",
 }
@@ -272,7 +272,7 @@ def _default_measures() -> set[str]:
 
 
 def explanation(name: str) -> Section:
-    """Return the page of a measure, kernel or term. Raise UsageError if the name or synonym does not match exactly one.
+    """Return the page of a measure, kernel or term. Raise UsageError unless the name or synonym matches a single page.
 
     The source can be omitted: `entropy` is `tokens.entropy`. Measures of the default analyzers take precedence.
     """

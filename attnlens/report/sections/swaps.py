@@ -134,7 +134,7 @@ def measured_controls(swap: Swap) -> list[Control]:
 
 @section(10, "swap", ("screen", "terminal", "markdown", "page"))
 def effect_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield kernel, number of heads and effects; on the screen, only a table of several kernels, else nothing."""
+    """Yield kernel, number of heads and effects; on the screen, a table if there are several kernels, else nothing."""
     report, swaps, swap = shapes.report, shapes.report.swaps, shapes.report.swaps[0]
     single = len(swaps) == 1
     if view == "screen":

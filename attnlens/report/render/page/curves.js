@@ -86,7 +86,7 @@ function axes(curve, values) {
   return { x, y, marks };
 }
 
-// Return about so many round numbers between the two.
+// Return roughly `about` equally spaced round numbers from `low` to `high`.
 function steady(low, high, about = 4) {
   const rough = (high - low) / about,
     size = 10 ** Math.floor(Math.log10(rough || 1));
