@@ -383,7 +383,7 @@ class Location:
 
     @property
     def notes(self) -> list[str]:
-        """[sentence on unread weights in the folder], or [] if there are none, they are remote, or `trusts_link`."""
+        """[sentence on unread weights in the folder]; [] if there are none, for remote weights, or if `trusts_link`."""
         if self.trusts_link or self.urls:
             return []
         read = {self.file, *(file.name for file in self.weights)}
