@@ -360,7 +360,7 @@ def _parameters(model: PreTrainedModel) -> dict[str, str]:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Inside the `with`, raise MemoryError if over MEMORY more bytes are allocated. There is no limit outside Linux."""
+    """Inside the `with`, raise MemoryError if more than MEMORY bytes are added. There is no limit outside Linux."""
     try:
         from resource import RLIM_INFINITY, RLIMIT_AS, getpagesize, getrlimit, setrlimit
 

@@ -247,7 +247,7 @@ def token_tensors(
 def text_inputs(
     model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], mask: Int[Tensor, "batch tokens"], start: int = 0
 ) -> dict[str, Tensor]:
-    """Return keyword arguments of the model for these ids; a decoder gets only the ids from index `start` on.
+    """Return the model's keyword arguments for these ids; a separate decoder gets only the ids from index `start` on.
 
     If the encoder reads the text too, the decoder gets the text shifted right by one start token. If the encoder
     reads pixels or sound, the decoder gets the text unchanged, since its special tokens already begin with the start

@@ -165,7 +165,7 @@ class Turns:
         return is_new
 
     def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
-        """Return the leader's rotation if it also fits this site; else return that of `find_rotation`."""
+        """Return the leader's rotation if it also fits this site; else return the result of `find_rotation`."""
         _, fits = self.fitted[_kind(probe.target)]
         if not leading and bool(norms) in fits and _fits(probe, norms, fits[bool(norms)]):
             return fits[bool(norms)]
