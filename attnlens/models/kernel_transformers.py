@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     Unpadded = Bool[Tensor, "batch tokens"] | None
 
 Placing = Literal["none", "sum", "table", "product", "symmetric product"]
-"""How positions t enter the kernel of features f. none: not at all; sum: k(f + t, f' + t') (Eq. 4); table: L(t − t',
-f)·k(f, f') with a learned table L (Eq. 6); product: k(f, f')·k_f(t, t') with an asymmetric kernel (Eq. 5); symmetric
-product: k_F(f, f')·k_T(t, t') with symmetric kernels (Eq. 9)."""
+"""How positions t enter the kernel of features f. `none`: not at all; `sum`: k(f + t, f' + t') (Eq. 4); `table`: L(t −
+t', f)·k(f, f') with a learned table L (Eq. 6); `product`: k(f, f')·k_f(t, t') with an asymmetric kernel (Eq. 5);
+`symmetric product`: k_F(f, f')·k_T(t, t') with symmetric kernels (Eq. 9)."""
 Place = Literal["encoder", "decoder", "cross"]  # role of an attention module; cross: cross-attention
 
 
@@ -78,10 +78,10 @@ def distances(queries: int, keys: int, device: torch.device) -> Tensor:
 class PositionScores(nn.Module):
     """Scores that depend on the positions of a query and a key, and are added to the scores of their features.
 
-    f_i is the feature vector of token i, t_i its position or positional embedding, and s the scale. table: log L(t_i −
-    t_j, f_i) = s⟨f_i W_Q, a_{t_i − t_j}⟩, a learned vector for each distance (Eq. 6). product: log k_f(t_i, t_j) =
-    s⟨f_i W_Q, r_{t_i − t_j} W_R⟩ with the sinusoids r of a distance (Eq. 5), as in Transformer-XL without its two
-    learned offsets. symmetric product: log k_T(t_i, t_j) = s⟨t_i W_T, t_j W_T⟩ (Eq. 9).
+    f_i is the feature vector of token i, t_i its position or positional embedding, and s the scale. `table`: log L(t_i
+    − t_j, f_i) = s⟨f_i W_Q, a_{t_i − t_j}⟩, with a learned vector a for each distance (Eq. 6). `product`: log k_f(t_i,
+    t_j) = s⟨f_i W_Q, r_{t_i − t_j} W_R⟩, with the sinusoids r of a distance (Eq. 5), as in Transformer-XL without its
+    two learned offsets. `symmetric product`: log k_T(t_i, t_j) = s⟨t_i W_T, t_j W_T⟩ (Eq. 9).
     """
 
     def __init__(self, positions: Placing, d_model: int, heads: int) -> None:
@@ -284,7 +284,7 @@ class LanguageModel(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Encoder–decoder that predicts each target token from the source (by cross-attention) and the tokens before."""
+    """Encoder–decoder that predicts each target token from the source (by cross-attention) and earlier targets."""
 
     def __init__(self, config: KernelTransformerConfig, form: AttentionForm) -> None:
         super().__init__()

@@ -256,8 +256,8 @@ def replace(
 ) -> Iterator[CallCounter]:
     """Inside the `with`, use the new kernels at the sites of `swaps`, and the model's own kernel at all other sites.
 
-    `sites` are all sites of the model; a module that runs attention without being a site raises ModelError. `path`
-    chooses the algorithm for the new kernels. `visit` gets each attention computation at the sites of `swaps`, and
+    `sites` are all sites of the model; if any other module runs attention, ModelError is raised. `path` chooses the
+    algorithm for the new kernels. `visit` gets each attention computation at the sites of `swaps`, and
     `answered` gets its output, (batch, queries, heads, value_dim). Raises UsageError if a kernel does not support a
     site. With `every_site`, raises ModelError at the end of the `with` if a site of `swaps` was never reached.
     """

@@ -32,10 +32,10 @@ PARTS_BY_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "aud
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
-    """Map each module to the part (vision, audio or text) whose modality the module's innermost submodel reads.
+    """Map each module to vision, audio or text: what the innermost submodel that contains the module reads.
 
-    The decoder of an encoder–decoder, and submodels with several or unknown modalities, are left out. Return {} if all
-    modalities are equal.
+    The decoder of an encoder–decoder, and submodels with several or unknown modalities, are left out. Return {} unless
+    there are at least two different modalities.
     """
     by_module: dict[nn.Module, Part | None] = {}
     for inner in model.modules():  # outer modules first
@@ -131,7 +131,10 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[SiteCal
 
 
 def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
-    """Run one forward pass and return the attention found; raise ModelError if none can be read."""
+    """Run a forward pass and return the attention found; raise ModelError if none can be read.
+
+    If attention is not finite, return that of a second pass, in which NaN and infinite weights are replaced by 0.
+    """
     paths = {module: path for path, module in model.named_modules()}
     running: dict[nn.Module, tuple[tuple[object, ...], dict[str, object]]] = {}  # module → arguments
     ran = set[nn.Module]()
@@ -343,8 +346,9 @@ def real_parts(
 ) -> Iterator[tuple[list[int], Tensor | slice, Tensor | slice]]:
     """Yield, for each sequence of a batch, [its index] and the indices of its queries and keys that are not padding.
 
-    Keys that no query sees are padding. In cross-attention, queries that see no key are padding; otherwise, queries at
-    the positions of padded keys. Sequences that are all padding are skipped. A batch without padding is yielded whole.
+    Keys that no query sees are padding. In cross-attention, queries that see no key are padding; in self-attention,
+    queries at the positions of padded keys. Sequences that are all padding are skipped. A batch without padding is
+    yielded whole.
     """
     keys = queries = torch.ones(1, 1, dtype=torch.bool)
     if allowed is not None:
@@ -447,9 +451,9 @@ def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise
 
     Rounding alone can exceed the tolerance in a deep, saturated or half-precision model. If the error exceeds the
     tolerance, the model is measured site by site: each module computes in float64 on the inputs that it has in the
-    unmodified model. Exceptions: the model is already in float64, a module cannot compute in float64, or two passes of
-    the model differ. `precise` provides the float64 modules; if it is None, the model's own modules are converted one
-    by one.
+    unmodified model. This is left out if the model is already in float64, if a module cannot compute in float64, or if
+    two passes of the unmodified model differ by more than the tolerance. `precise` provides the float64 modules; if it
+    is None, the model's own modules are converted one by one.
     """
     error = difference(model, inputs, answer_calls(model, recompute))
     may_be_rounding = error > IDENTITY_TOLERANCE and model.dtype != torch.float64
@@ -488,7 +492,10 @@ def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], pre
 
 
 def _site_error(target: SiteCall, arguments: Keywords, inputs: Mapping[str, Tensor], precise: Precise) -> Tensor:
-    """Compute ‖original − recomputed‖ / ‖original‖ of a module's output in float64; raise RuntimeError on failure."""
+    """Compute ‖original − recomputed‖ / ‖original‖ of a module's output in float64.
+
+    Raises RuntimeError if the module computes no attention when called on its own, or can't compute in float64.
+    """
     calls: list[Call] = []
 
     def answer(call: Call) -> Tensor:

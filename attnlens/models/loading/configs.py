@@ -126,7 +126,7 @@ def _explain_tokenizer(place: Location) -> str:
     return ""
 
 
-SIZES = {  # Names of widths, layer counts and head counts in the configs of transformers
+SIZES = {  # Names of widths, vocabulary sizes, layer counts and head counts in the configs of transformers
     *("hidden_size", "n_embd", "d_model", "dim", "head_dim", "d_kv", "vocab_size"),
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_attention_heads", "num_key_value_heads"),
     *("n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),

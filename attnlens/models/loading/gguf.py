@@ -151,7 +151,7 @@ class Settings:
             self.factors[entry.name] = factors
 
     def apply(self, config: PreTrainedConfig) -> None:
-        """Apply settings that transformers ignores. Raises ModelError for a field that contradicts `config`."""
+        """Apply settings that transformers ignores; raise ModelError if one is unsupported or contradicts `config`."""
         if self.architecture in LARGE_GEMMA and hasattr(config, "query_pre_attn_scalar"):
             is_large = config.num_hidden_layers == LARGE_GEMMA[self.architecture]
             per_head = config.hidden_size // config.num_attention_heads
@@ -250,7 +250,7 @@ class Settings:
         return kind, factor
 
     def _rotation(self, config: PreTrainedConfig) -> dict[str, object]:
-        """Return transformers' rope_parameters for the scaling, or {} for none. Raises ModelError if unsupported."""
+        """Return transformers' rope_parameters for the scaling ({} for none); raise ModelError if it is unsupported."""
         kind, factor = self._scaling
         first = int(self._number("rope.scaling.original_context_length", 0)) or config.max_position_embeddings
         stretch = self._number("rope.scaling.attn_factor", 1.0)

@@ -383,7 +383,7 @@ class Location:
 
     @property
     def notes(self) -> list[str]:
-        """[sentence on unread weights in the folder], or [] if there are none, they are remote, or `trusts_link`."""
+        """[sentence on unread weights in the folder]; [] if there are none, for remote weights, or if `trusts_link`."""
         if self.trusts_link or self.urls:
             return []
         read = {self.file, *(file.name for file in self.weights)}
@@ -416,7 +416,7 @@ def find(
 ) -> Location:
     """Locate the model `name`: `demo`, a path, or a hub id (`org/name@revision`), tried in this order.
 
-    With `leave_weights`, a hub model's safetensors weights are not downloaded, but used if they are cached. Raises
+    With `leave_weights`, safetensors weights on the hub are not downloaded; cached ones are used. Raises
     ModelError if no such model exists, or if it has no readable weights; UsageError for a revision of `demo` or of a
     path, and for two different revisions.
     """

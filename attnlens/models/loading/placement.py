@@ -49,7 +49,7 @@ def free_memory() -> int | None:
 
 
 def _counts(file: Path, name: str) -> list[int]:
-    """Return the number in each line that starts with `name` in a file of /proc or a cgroup; [] if it is missing."""
+    """Return the number in each line that starts with `name` in a file of /proc or a cgroup; [] if there is no file."""
     lines = file.read_text().splitlines() if file.is_file() else ()
     return [int(words[1]) for words in map(str.split, lines) if words[:1] == [name]]
 

@@ -1,8 +1,8 @@
 """Decode weights stored as codes with scales: fp8, mxfp4, GPTQ, AWQ, compressed-tensors, bitsandbytes.
 
-W = (codes − zeros) · scales, in the layout of each method. Only mxfp4 is decoded by transformers. Its decoder for fp8
-guesses block sizes and rejects smaller blocks at an edge; its other decoders need a GPU, or packages that attnlens does
-not require.
+W = (codes − zeros) · scales, in the layout of each method. Only mxfp4 is decoded by transformers. The library's
+decoder for fp8 guesses block sizes and rejects smaller blocks at an edge; its other decoders need a GPU, or packages
+that attnlens does not require.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Batch:
     """The inputs of one forward pass, and the lengths and texts of its sequences."""
 
     inputs: dict[str, Tensor]  # arguments of `model(**inputs)`, on the model's device
-    lengths: tuple[int, ...]  # number of ids of each sequence, with placeholders, not padding; empty if there are none
+    lengths: tuple[int, ...]  # number of ids of each sequence, including placeholders but not padding; empty if no ids
     parts: tuple[str, ...] = ()  # name of the text of each sequence; empty if no text is read
     start: int = 0  # index of the text's first id in each sequence, after the placeholders of images and sounds
 
@@ -47,14 +47,14 @@ class Batches:
     """All forward passes of a run, and the texts from which their inputs are built."""
 
     batches: tuple[Batch, ...]  # the forward passes, in the order of the texts and of each text's windows
-    sequences: int  # number of sequences; fewer than requested if the texts have no more
+    sequences: int  # number of sequences; fewer than requested if there are too few windows or files
     tokens: int  # number of ids of the longest window or line, with special tokens; 0 if no tokens are read
     texts: tuple[Text, ...]  # the texts with the indices of their windows, followed by files or noise, if any
     unknown: Mapping[str, float]  # share, 0 to 1, of the ids read that are the unknown token, by name of the text
     pack: bool = True  # True if the sequences are windows of running text instead of lines
     notes: tuple[str, ...] = ()  # sentences for the report about inputs other than the texts
     made_up: bool = False  # True if the model's main input is noise
-    left_out: tuple[str, ...] = ()  # names of texts without any sequence, if there are fewer sequences than texts
+    left_out: tuple[str, ...] = ()  # names of texts that contribute no sequence; empty if no text is read
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.batches)
@@ -115,7 +115,7 @@ class Cut:
     """Options for cutting texts into sequences, and for choosing the sequences that the model gets."""
 
     tokens: int | None = None  # length of a window with special tokens; None: 128, or the model's limit if smaller
-    sequences: int = 32  # number of sequences from all texts, divided as equally as the lengths of the texts allow
+    sequences: int = 32  # number of sequences from all texts, divided among them as equally as their lengths allow
     batch_size: int = 8  # number of sequences per forward pass
     pack: bool = True  # True for windows of the running text, False for its lines
     placement: Placement = "spread"  # placement of the windows in each text
@@ -207,7 +207,7 @@ def reads_text(loaded: Loaded) -> bool:
 
 
 def reads_noise(loaded: Loaded) -> bool:
-    """Return True if the model's main input is pixels, sound or a series: noise, unless files are given."""
+    """Return True for models of pixels, sound or series, and for CLIP: their input is noise unless files are given."""
     return loaded.kind not in ("text", "seq2seq")
 
 

@@ -72,10 +72,10 @@ _cache: WeakKeyDictionary[PreTrainedModel, Media] = WeakKeyDictionary()
 
 
 def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
-    """Return the images and sounds that a model accepts, found by trial passes on random input, once per model.
+    """Return the images and sounds that a model accepts; the result is cached for each model.
 
-    A modality is left out, with a note, if the model fails on it but does not require it. Raises TextError if a
-    required modality can't be generated. `folder` contains the processors.
+    A modality that the model does not require is left out, with a note, if its random input can't be generated or if
+    the model fails on it. Raises TextError if a required modality can't be generated. `folder` contains the processors.
     """
     if model not in _cache:
         media = Media()
@@ -88,8 +88,8 @@ def media_of(model: PreTrainedModel, folder: Path | None = None) -> Media:
 def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, folder: Path | None) -> Media:
     """Return `media` with one more modality: prepared by the checkpoint's processor or, if that fails, random numbers.
 
-    If the trial pass fails, only a note is added unless the model requires the modality. Raises TextError if a required
-    modality can't be generated.
+    If this input can't be generated or the model fails on it, only a note is added unless the model requires the
+    modality. Raises TextError if a required modality can't be generated.
     """
     processor, before, problem = None, tuple[Placeholder, ...](), ""
     try:
@@ -277,7 +277,7 @@ def _sides(model: PreTrainedModel) -> tuple[object, object]:
 
 
 def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
-    """Return the config's shape of one image, video or sound, or raise TextError if it is unknown or invalid."""
+    """Return the shape of one image, video or sound for this config; raise TextError if it is unknown or invalid."""
     name, shape = _input_name(model, modality), tuple[Any, ...]()
     if modality == "image":
         shape = (setting(model, "num_channels", "in_channels", "in_chans") or 3, *_sides(model))
@@ -360,7 +360,7 @@ def _parameters(model: PreTrainedModel) -> dict[str, str]:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Inside the `with`, raise MemoryError if over MEMORY more bytes are allocated. There is no limit outside Linux."""
+    """Inside the `with`, raise MemoryError if more than MEMORY bytes are added. There is no limit outside Linux."""
     try:
         from resource import RLIM_INFINITY, RLIMIT_AS, getpagesize, getrlimit, setrlimit
 

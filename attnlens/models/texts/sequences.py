@@ -94,10 +94,10 @@ SAMPLE_NAMES = {
     SAMPLES / "documentation.txt": "attnlens documentation",
     SAMPLES / "source.txt": "attnlens source code",
 }
-"""Names of the built-in samples: three kinds of text, because results from one kind do not hold for others."""
+"""Names of the built-in samples: three kinds of text, because results from one kind need not hold for others."""
 LARGEST_FILE = 2**30  # maximum size of a text in bytes
 LONGEST, BLOCKS = 2**23, 64
-"""Maximum length of a text in characters: `thin_text` cuts a longer one to its beginning or to BLOCKS blocks."""
+"""Maximum length of a text in characters, and number of blocks of a longer text that `thin_text` keeps if `spread`."""
 SAY_TEXT = "Give a plain text file in UTF-8."
 JSON_LINES = (".jsonl", ".ndjson")  # suffixes of JSON lines
 TEXT_FIELDS = "text", "content"  # fields of JSON rows that are read as text
@@ -124,7 +124,7 @@ class Content:
 def read(path: str, *, offline: bool = False) -> Content:
     """Read a file, standard input (`-`) or rows of a dataset (`datasets:NAME`); of JSON rows, read one field.
 
-    Raises TextError if that fails, and UsageError if the package `datasets` is needed but not installed.
+    Raises TextError if the text can't be read, and UsageError if the package `datasets` is needed but not installed.
     """
     if (rows := dataset_rows(path)) is not None:
         return read_rows(rows, most=LONGEST, offline=offline)
@@ -138,13 +138,14 @@ def read(path: str, *, offline: bool = False) -> Content:
             return Content("".join(value.rstrip("\n") + "\n" for value in values), f"{name} (field {field_name})")
     if objects:
         fields = join_items(dict.fromkeys(field_name for row in objects for field_name in row))
-        problem = f"{name} is JSON, but not all its rows have a text in the field {' or '.join(TEXT_FIELDS)}"
-        raise TextError(f"{problem}; its fields are: {fields}.", "Rename the field with the text, or give plain text.")
+        tried = " nor ".join(f"`{field_name}`" for field_name in TEXT_FIELDS)
+        problem = f"{name} is JSON, but neither {tried} contains a string in every row; its fields are: {fields}."
+        raise TextError(problem, "Rename the field that contains the text to `text`, or give a plain text file.")
     return Content(text, name)
 
 
 def _json_rows(text: str) -> list[dict[str, object]] | None:
-    """Return the objects of JSON lines, of a JSON array or of a single JSON object; None for any other text."""
+    """Return the objects in JSON lines or a JSON array, or [object] for a single JSON object; None for other texts."""
     if text.lstrip()[:1] not in ("{", "["):
         return None
     try:
@@ -173,7 +174,7 @@ def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, 
 
 
 def sample(model: str) -> tuple[Content, ...]:
-    """Return the built-in texts for a model: only King James for `demo` and models derived from it, all for others."""
+    """Return the built-in texts for a model: King James passages if it is `demo` or derived from `demo`, else all."""
     names = list(SAMPLE_NAMES.items())[: 1 if model == "demo" or _reads_like_demo(Path(model)) else None]
     return tuple(Content(_read_text(str(path), name), name) for path, name in names)
 
@@ -201,7 +202,7 @@ def thin_text(content: Content, *, spread: bool) -> Content:
 
 
 def _read_text(path: str, name: str) -> str:
-    """Read a file, or standard input (`-`), as UTF-8. Raises TextError, which calls the text `name`, if that fails."""
+    """Read a file, or standard input (`-`), as UTF-8; raise TextError if this fails. `name` is for error messages."""
     if path != "-":
         content = read_bytes(with_home(path), TextError, SAY_TEXT, most=LARGEST_FILE)
     else:
@@ -218,7 +219,7 @@ def _read_text(path: str, name: str) -> str:
 
 
 PACKED = frozenset({"grid_thw", "image_grid_thw", "target_sizes"})
-"""Inputs of models that read the patches of all images as one row; their forward passes get a single sequence."""
+"""Inputs of models that read the patches of all images as one row; passes of these models get a single sequence."""
 CHARACTERS = 128  # number of different random ids for a model that accepts any id (CANINE hashes characters)
 
 
@@ -246,7 +247,7 @@ def token_tensors(
 def text_inputs(
     model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], mask: Int[Tensor, "batch tokens"], start: int = 0
 ) -> dict[str, Tensor]:
-    """Return keyword arguments of the model for these ids; a decoder gets only the ids from index `start` on.
+    """Return the model's keyword arguments for these ids; a separate decoder gets only the ids from index `start` on.
 
     If the encoder reads the text too, the decoder gets the text shifted right by one start token. If the encoder
     reads pixels or sound, the decoder gets the text unchanged, since its special tokens already begin with the start
@@ -270,7 +271,7 @@ def reads_ids(model: PreTrainedModel) -> bool:
 
 
 def decodes_text(model: PreTrainedModel) -> bool:
-    """Return True if the model has an encoder, and a decoder that reads token ids (DETR's reads learned queries)."""
+    """Return True if the model has an encoder, and a decoder that reads token ids (DETR's decoder does not)."""
     return bool(model.config.is_encoder_decoder) and "decoder_input_ids" in signature(model.forward).parameters
 
 
@@ -284,7 +285,7 @@ def vocabulary(model: PreTrainedModel) -> int | None:
 
 
 def required_inputs(model: PreTrainedModel) -> list[str]:
-    """Return the names of the required parameters of the model's forward pass; if there are none, of its main input."""
+    """Return the names of the forward pass's required parameters; if there are none, the names of its main inputs."""
     parameters = signature(model.forward).parameters.items()
     needed = [name for name, it in parameters if it.default is it.empty and it.kind is it.POSITIONAL_OR_KEYWORD]
     main = model.main_input_name
@@ -318,7 +319,7 @@ def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int
     return ids.roll(1, dims=1).index_fill(1, ids.new_zeros(1), start)
 
 
-FOREIGN = 0.5  # a text with at least this share of unknown tokens is refused, because the model can read little of it
+FOREIGN = 0.5  # by default, refuse a text with at least this share of unknown tokens: the model can read little of it
 NOTABLE = 0.1  # smallest share of unknown tokens for which the report contains a note
 
 
@@ -382,8 +383,8 @@ def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens:
 def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int, pairs: bool) -> list[Row]:
     """Return the ids, with special tokens, of all lines of at least two ids; truncate lines to `tokens` ids.
 
-    With `pairs`, each line must contain two texts separated by a tab, which the tokenizer joins. Raises TextError if no
-    line is left or if a line is not such a pair, and UsageError if the special tokens leave no room.
+    With `pairs`, each non-blank line must contain two texts separated by a tab, which the tokenizer joins. Raises
+    TextError if no line is left or if a line is not such a pair, and UsageError if the special tokens leave no room.
     """
     special_tokens(tokenizer, content, tokens)
     lines = [line.removesuffix("\r") for line in content.text.split("\n")]
@@ -412,7 +413,8 @@ def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: i
 def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens: int) -> tuple[list[int], list[int]]:
     """Return the special tokens before and after a sequence, found by tokenizing the beginning of the text.
 
-    Raises TextError if the tokenizer returns no tokens, and UsageError if `tokens` leaves no room for text.
+    Raises TextError if the tokenizer returns no tokens or if adding special tokens changes them, and UsageError if
+    `tokens` leaves no room for text.
     """
     sample = content.text.strip()[:40]
     bare, whole = (_ids(tokenizer, content, sample, special=special) for special in (False, True))
@@ -449,7 +451,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, *, special: bool) -> list[int]:
-    """Tokenize `text` with or without special tokens, and without a warning about its length."""
+    """Return the ids of `text`, with special tokens if `special`; suppress the tokenizer's warning about long texts."""
     with _tokenizing(tokenizer, content):
         ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return ids
@@ -485,10 +487,10 @@ def shared_share(
 ) -> float:
     """Return the share, 0 to 1, of evaluated tokens in runs that also occur within a calibration passage.
 
-    A run has RUN tokens, or fewer if all calibration passages are shorter; special tokens are left out. A shorter
-    evaluated passage counts if it has at least LEAST tokens and occurs as a whole; from 2 · LEAST tokens on, one token
-    can be missing, because the beginning of a text is tokenized differently from its repetitions. If there are no
-    evaluated tokens, the share is 0.
+    A run has RUN tokens, or fewer if all calibration passages are shorter; special tokens are left out. An evaluated
+    passage of LEAST to RUN tokens counts if it occurs as a whole; from 2 · LEAST tokens on, its first or last token can
+    be missing, because the beginning of a text is tokenized differently from its repetitions. If there are no evaluated
+    tokens, the share is 0.
     """
     evaluated, calibrated = (_bare(tokenizer, rows) for rows in (evaluated, calibrated))
     longest = min(RUN, max(map(len, calibrated), default=0))

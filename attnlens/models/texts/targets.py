@@ -98,7 +98,7 @@ def of_text(
 
 
 def last_states(result: object) -> Float[Tensor, "batch tokens d_model"] | None:
-    """Return the last hidden states or, if there are none, the stacked embeddings of image and text (CLIP), or None."""
+    """Return the last hidden states or, if there are none, stacked embeddings of image and text (CLIP), else None."""
     for name in ("decoder_hidden_states", "hidden_states"):
         states = getattr(result, name, None)
         if states and isinstance(states[-1], Tensor):  # MaskFormer's Swin has a tuple for each stage

@@ -92,7 +92,8 @@ def _centre(scores: Tensor, visible: Tensor) -> Tensor:
     return torch.where(visible, masked - mean, 0.0)
 
 
-Tokens = tuple[int, ...] | None  # shape of a module's first floating-point input without its last axis; None: no input
+Tokens = tuple[int, ...] | None
+"""Shape of a module's first floating-point input without its last axis; None if there is no such input."""
 
 
 @dataclass(frozen=True)

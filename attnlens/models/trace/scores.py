@@ -136,7 +136,8 @@ def _permute(tensor: Tensor, axes: str, order: str) -> Tensor:
 class TracedScores:
     """A product of queries and keys that is traced to a softmax.
 
-    All steps also run on stand-ins (other values of the product), which show how the softmax's argument depends on it.
+    All steps also run on stand-ins (other values of the product). They show how the softmax's argument depends on the
+    product.
     """
 
     product: Product
@@ -147,7 +148,8 @@ class TracedScores:
     scaled_by_inputs: bool = False  # True if a step multiplied the product by a tensor that depends on the inputs
 
 
-Standins = tuple[Tensor, ...]  # a tensor's values if the product is 0, `signs` and, with `prove`, that of `moved`
+Standins = tuple[Tensor, ...]
+"""A tensor's values if the traced product is replaced by 0, by `signs` and, with `prove`, by the product of `moved`."""
 
 
 def start_scores(
@@ -195,7 +197,7 @@ class TracedSoftmax:
     used: bool = False  # True if its weights were already applied to values
 
     def scores(self) -> TracedScores:
-        """Return the product of queries and keys in the softmax's argument.
+        """Return the traced product of queries and keys in the softmax's argument.
 
         A product with a side that does not depend on the inputs, such as positions, is ignored unless all products have
         such a side. Raises UnreadableError if several products remain, or if the factor that multiplies the product

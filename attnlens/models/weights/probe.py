@@ -65,7 +65,7 @@ class Probe:
     ) -> Call:
         """Return the attention call that the module makes for these inputs; in cross-attention, keys come from `other`.
 
-        Raises UnreadableError if the module cannot be called outside of its model.
+        Raises UnreadableError if the module cannot be called outside of its model, or if `check` fails.
         """
         captured, sequences, parts = self.target.arguments, dict[str, Tensor](), [hidden, other]
         if captured[self.target.input_name].dim() == 2:  # without a batch axis, sequences are concatenated
@@ -103,9 +103,9 @@ class Probe:
         raise unreadable("its attention module computes no attention when called on its own")
 
     def check(self, call: Call, *sequences: Tensor) -> None:
-        """Raise UnreadableError unless each head has one query or key per token of its input.
+        """Raise UnreadableError unless each head has one query per token and one key per token.
 
-        `sequences` contains the input for queries and the input for keys.
+        `sequences` contains the input for queries and the input for keys, whose tokens are counted.
         """
         for name, tokens in zip(("query", "key"), sequences, strict=True):
             heads = getattr(self.target.call, name).shape[1]
@@ -138,7 +138,7 @@ class Probe:
 
     @cached_property
     def alike(self) -> Call:
-        """The call for one sequence of a repeated token or, if that fails, for as many as in the captured call."""
+        """The call for one sequence of a repeated token or, if that fails, for as many sequences as were captured."""
         try:
             return self(*self.random(1, seed=ALIKE))
         except UnreadableError:  # the module's masks may be made for the captured number of sequences
@@ -319,7 +319,7 @@ AT_ONCE = 512  # number of coordinates that are compared with all rows, or multi
 Multiplicand = tuple[Tensor, Tensor | None]
 """A vector z = x Dᵀ that a matrix can multiply: its values at random inputs, (draws, rank), and D (None: z = x)."""
 Match = tuple[Tensor, Tensor, Tensor | None]
-"""Columns w of W found in one matrix: indices, vectors u, (columns, rank), and D; w = Dᵀu, or w = u if D is None."""
+"""Columns w found in one weight matrix: indices, vectors u, (columns, rank), and D; w = Dᵀu, or w = u if D is None."""
 
 
 def match_columns(
@@ -349,7 +349,7 @@ def match_columns(
 
 
 def match_weights(probe: Probe) -> Maps | None:
-    """Find W_Q and W_K if each of their columns is a multiple of a row of a weight matrix or of the product of two.
+    """Find W_Q and W_K if each of their columns is a multiple of a row in a weight matrix or in a product of two.
 
     The first case is a linear layer with rows θ_r, where coordinate k of head h is q_hk(x) = c θ_r · x + b with
     constants b and c. The second case is two linear layers with a normalisation between them, without its division by
@@ -416,7 +416,7 @@ def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "he
 
 
 def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, rows: Tensor) -> Match | None:
-    """Match each column to the row with the most similar products; keep the columns that are multiples of these.
+    """Match each column to the row with the most similar products; keep the columns that fit up to a factor.
 
     Return None if the first column is not a multiple of its row's products.
     """

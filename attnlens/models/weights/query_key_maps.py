@@ -165,7 +165,7 @@ class Turns:
         return is_new
 
     def of(self, probe: Probe, norms: Norms, *, leading: bool) -> Rotation | None:
-        """Return the leader's rotation if it also fits this site; else return that of `find_rotation`."""
+        """Return the leader's rotation if it also fits this site; else return the result of `find_rotation`."""
         _, fits = self.fitted[_kind(probe.target)]
         if not leading and bool(norms) in fits and _fits(probe, norms, fits[bool(norms)]):
             return fits[bool(norms)]
@@ -201,7 +201,8 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 
     Return None if positions have no effect or only add a vector, or if there is a single position. Under QK-norm, R is
     fitted without the gains, because a gain of 0 hides the rotation of its coordinate, and then checked with the gains.
-    Raises UnreadableError if positions do more than rotate queries and keys, or have an effect in cross-attention.
+    Raises UnreadableError if positions do more than rotate queries and keys, or more than add a vector in
+    cross-attention.
     """
     if math.prod(probe.shapes[0][1:-1]) < 2:
         return None
@@ -278,7 +279,7 @@ def fit_rotation(query: Rows, key: Rows, rounding: float) -> Rotation:
 
 
 def _find_pairs(rows: Rows) -> Int[Tensor, "pairs 2"]:
-    """Find the pairs of coordinates that rotate together: x_i[a] is a linear combination of x_0[a] and x_0[b].
+    """Find the pairs (a, b) of coordinates that rotate together: x_i[a] is a linear combination of x_0[a] and x_0[b].
 
     By least squares, the right partner b explains all of x_i[a] that x_0[a] does not; a wrong partner explains little.
     Raises UnreadableError if the pairs overlap.
@@ -425,10 +426,10 @@ def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[M
 def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
     """Compute ∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and the biases at zero input.
 
-    The tangent of input i is the unit vector e_i, so that row i of W is exact. NaN weights of one head do not spread to
-    other heads, as they would through 0 · NaN in a backward pass. Each input is one token of a sequence; `rotation`
-    rotates its query and key back to position 0. If queries and keys come from two sequences, or if cos and sin have
-    half precision, each input is instead a sequence of one repeated token.
+    The tangent of input i is the unit vector e_i, so that row i of each map is exact. NaN weights of one head do not
+    spread to other heads, as they would through 0 · NaN in a backward pass. Each input is one token of a sequence;
+    `rotation` rotates its query and key back to position 0. If queries and keys come from two sequences, or if cos and
+    sin have half precision, each input is instead a sequence of one repeated token.
     """
     alike = probe.target.site.part == "cross" or (rotation is not None and query_rounding(probe) > SINGLE)
     base = probe.random(1, seed=1)
@@ -463,7 +464,7 @@ def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
 
 
 def _with_positions(maps: Maps, window: Probe) -> Maps:
-    """Return the maps, with one bias per position wherever the biases of a side differ between positions."""
+    """Return the maps, with one bias per position for queries or for keys if their biases differ between positions."""
     zero = window(*(torch.zeros_like(x) for x in window.random(window.least, seed=1)))
     biases = {"query_bias": zero.query[0].double(), "key_bias": zero.key[0].double()}
     for (name, bias), factor in zip(biases.items(), (maps.query, maps.key), strict=True):
