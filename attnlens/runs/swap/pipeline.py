@@ -82,7 +82,7 @@ class SwapWork(SwapSession):
 
     @cached_property
     def store(self) -> Store | None:
-        """Store of the finished units; None for a model in memory, because no file identifies it."""
+        """Store of the finished units; None for a model in memory, or if the cache can't be written."""
         return WorkPlan.of(self.request).store(self.facts) if self.stored else None
 
     def run(self) -> tuple[Report, Callable[[], None]]:
