@@ -107,7 +107,7 @@ def relative_error(expected: Tensor, actual: Tensor) -> float:
 
 
 def largest_error(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
-    """Return the largest relative error of a pair of expected and actual tensors; NaN if any error is NaN."""
+    """Return the largest relative error over pairs of expected and actual tensors; NaN if any error is NaN."""
     return float(torch.tensor([relative_error(*pair) for pair in zip(expected, actual, strict=True)]).max())
 
 
@@ -196,7 +196,7 @@ class Comparison:
                 self.prepared.append(prepared)
 
     def _prepare_case(self, case: Case, cases: Cases) -> PreparedCase | None:
-        """Compute a test's reference results; return None if no test is requested and the model ignores packing."""
+        """Compute a test's reference results; None for an unrequested packing test if the model ignores packing."""
         by_call = {(each.site.path, each.site.ordinal): each.site for each in self.site_calls}
         below = torch.ones(case.documents.shape[1], case.documents.shape[1], dtype=torch.bool).tril()
         targets, allowed, attention, separated = list[SiteCall](), {}, {}, False

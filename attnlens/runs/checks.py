@@ -73,8 +73,8 @@ def find_random_weights(
     """Return (module path, name) of the first missing weight that can affect measured values; None if there is none.
 
     If several weights can, their number is added to the name (`name and 3 more`). A missing parameter is ignored if its
-    module ran and the parameter's gradient is None (BERT's pooler); missing buffers are never ignored. A module that did
-    not run on these inputs (an expert that no token chose) can run on other inputs, so its weights are not ignored.
+    module ran and the parameter's gradient is None (BERT's pooler); missing buffers are never ignored. A module that
+    did not run on these inputs (an expert that no token chose) can run on other inputs, so its weights are not ignored.
     """
     lacking, parts = set(loaded.missing_keys), (loaded.model.named_parameters, loaded.model.named_buffers)
     missing = [name for part in parts for name, _ in part(remove_duplicate=False) if name in lacking]

@@ -43,7 +43,10 @@ def predicts_text(loaded: Loaded) -> bool:
 
 
 def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tuple[list[Tensor], int]:
-    """Return [mean losses, prediction counts] of sequences with predictions, and vocabulary size; ([], 0) if none."""
+    """Return [mean losses, prediction counts] of sequences with predictions, and the size of the vocabulary.
+
+    Return ([], 0) if the model does not predict the next token, or if there is nothing to predict.
+    """
     fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
     if not fed or fed[0].targets is None:
         return [], 0

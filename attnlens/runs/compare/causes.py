@@ -57,7 +57,8 @@ def compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
 def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> Iterator[Cause]:
     """Yield a cause if only one layer rotates queries and keys by position (RoPE), or if their frequencies differ.
 
-    Nothing is yielded if factors can't be read, or if a rotation does not depend on distances alone.
+    Frequencies are compared only if both rotations depend on distances alone. Nothing is yielded if factors are
+    unknown.
     """
     if not isinstance(first, weights.Factors) or not isinstance(second, weights.Factors):
         return

@@ -150,7 +150,7 @@ class Pairing:
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
         """Pair sites in order, and heads by form; pair heads by number if forms can't be read or --heads is given.
 
-        Heads are also paired by number if W_V or W_O contradicts the order of the forms.
+        Heads are also paired by number if the order of the forms is unclear, or if W_V or W_O contradicts this order.
         """
         sites = dict(zip(first.key_heads, second.key_heads, strict=True))
         numbers = {site: tuple(range(len(key_heads))) for site, key_heads in first.key_heads.items()}

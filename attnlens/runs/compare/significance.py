@@ -328,7 +328,10 @@ def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
 
 
 def stored_types(model: PreTrainedModel, unused: Collection[str] = ()) -> list[tuple[Tensor, torch.dtype]]:
-    """Return a model's floating-point weights with stored types; omit weights that only `unused` modules have."""
+    """Return a model's floating-point weights with their stored types.
+
+    Weights that belong only to modules at the paths `unused` are omitted.
+    """
     prefixes = tuple(f"{path}." for path in unused)
     # duplicates, because a weight outside these modules can be shared with one of them
     named = model.named_parameters(remove_duplicate=False)
@@ -370,7 +373,10 @@ def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -
 
 
 def draw_weights(side: ComparedModel, draws: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Simulate how rounding changes weights.* and forms; return (draws, heads) per measure, NaN without a form."""
+    """Simulate how rounding changes weights.* and the heads' forms.
+
+    Return a table (draws, heads) per measure; it contains NaN for heads whose form can't be read.
+    """
     analyzers = side.select_analyzers("weights")
     tables: dict[sequences.Place, Tensor] = {}
     for site in side.key_heads:

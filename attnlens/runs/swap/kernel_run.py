@@ -575,7 +575,10 @@ class KernelRun:
                 yield f"No {control.role} control: {control.reason}."
 
     def _sweep(self, swap: Swap) -> Swap:
-        """Return `swap` with the effects of heads or layers and predictors of heads; if interrupted, with only a note."""
+        """Return `swap` with the effects of heads or layers and, for heads, predictors.
+
+        If interrupted, return `swap` with only a note added.
+        """
         session, options, swaps, seed = self.session, self.session.options, self.last.swaps, self.session.seed
         fitted = hash_json(hash_parameters(swaps))
 
