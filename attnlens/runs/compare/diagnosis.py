@@ -179,7 +179,7 @@ class Walk:
 
     @property
     def tensors(self) -> records.TensorChanges:
-        """Number of common tensors; names of tensors that differ or that one model lacks; number types if they differ."""
+        """Number of common tensors; names of tensors that differ or that one model lacks; types if they differ."""
         names, others = self._stored_names()
         stored = [side.loaded.info.quantised for side in self.sides]
         types = [kind or plain for kind, plain in zip(stored, self._types or ["", ""], strict=True)]
