@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 TOLERANCE = 1e-5  # Largest relative error of outputs that is accepted in float64
-ROUNDINGS = 16  # The same in lower precision, in machine epsilons; at least TOLERANCE
+ROUNDINGS = 16  # Largest accepted error in lower precision, in machine epsilons; at least TOLERANCE
 SIZE = 1e-2  # Size of a perturbation relative to the norm of the token's vector
 COARSE_SIZES = (SIZE, 10 * SIZE)  # Sizes in lower precision: an output depends on a token only if both change it
 NOISE = 100  # An output depends on a token if perturbing it changes the output by more than NOISE × rounding noise
@@ -107,7 +107,7 @@ def relative_error(expected: Tensor, actual: Tensor) -> float:
 
 
 def largest_error(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
-    """Return the largest relative error of a tensor in `actual` from its counterpart; NaN if any error is NaN."""
+    """Return the largest relative error over pairs of expected and actual tensors; NaN if any error is NaN."""
     return float(torch.tensor([relative_error(*pair) for pair in zip(expected, actual, strict=True)]).max())
 
 
@@ -121,7 +121,7 @@ class PreparedCase:
     """A mask test with the results of the reference model."""
 
     case: Case
-    targets: list[SiteCall]  # Sites whose keys come from the perturbed input
+    targets: list[SiteCall]  # Calls of the sites whose keys come from the perturbed input
     allowed: dict[Site, Bool[Tensor, "rows queries tokens"]]  # True for tokens that the output may depend on
     attention: dict[Site, Float[Tensor, "rows queries tokens"]]  # Largest weight over heads; 0 for tokens not allowed
     expected: list[Tensor]  # Model output for each of the case's `pieces`
@@ -168,7 +168,10 @@ class Comparison:
             yield
 
     def _prepare(self) -> None:
-        """Build the mask tests with their reference outputs; record why requested tests, or others, are missing."""
+        """Build the mask tests with their reference outputs; record in `refused` why a test can't be built or run.
+
+        If the model's masks can't be tested at all, only requested tests are recorded.
+        """
         named = self.named_masks
         if (reason := explain_no_masks(self.inputs)) is not None:
             self.refused = dict.fromkeys(named or (), reason)
@@ -463,8 +466,8 @@ class Comparison:
     def _check_cache(self, model: PreTrainedModel, tolerance: float, *, against_itself: bool) -> list[MaskCheck]:
         """Run the cache test.
 
-        Return [] if only other tests were requested, if masks can't be tested, or if the model has no cache and no test
-        was requested.
+        Return [] if only other tests were requested, if masks can't be tested, or if no test was requested and the
+        model is not causal or has no cache.
         """
         named = self.named_masks is not None and "cache" in self.named_masks
         if (self.named_masks is not None and not named) or self.cases is None:

@@ -70,10 +70,11 @@ def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], t
 def find_random_weights(
     loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure: Measurement
 ) -> tuple[str, str] | None:
-    """Return module path and name (`name and 3 more`) of missing weights that can affect measured values, or None.
+    """Return (module path, name) of the first missing weight that can affect measured values; None if there is none.
 
-    A missing weight is ignored if its module ran and the weight's gradient is None (BERT's pooler). A module that did
-    not run on these inputs (an expert that no token chose) can run on other inputs, so its weights are not ignored.
+    If several weights can, their number is added to the name (`name and 3 more`). A missing parameter is ignored if its
+    module ran and the parameter's gradient is None (BERT's pooler); missing buffers are never ignored. A module that
+    did not run on these inputs (an expert that no token chose) can run on other inputs, so its weights are not ignored.
     """
     lacking, parts = set(loaded.missing_keys), (loaded.model.named_parameters, loaded.model.named_buffers)
     missing = [name for part in parts for name, _ in part(remove_duplicate=False) if name in lacking]
@@ -104,7 +105,7 @@ def _owner(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-LOOKS_AHEAD = 1e-4  # relative change by which predictions depend on a later token: well above float32 rounding
+LOOKS_AHEAD = 1e-4  # relative change above which predictions depend on a later token: well above float32 rounding
 NOT_RUN = "it does not run on this input"
 
 
@@ -141,7 +142,7 @@ def survey_without_media(
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
     """Return the sites' calls on one token, and on a window without media, because positions of media are special.
 
-    If the model reads media, the window consists of `tokens` random ids; if not, its calls are `site_calls`.
+    If the model reads media, the window consists of `tokens` random ids; if not, the window's calls are `site_calls`.
     """
     one_token = survey_one_token(loaded, site_calls, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
@@ -216,7 +217,7 @@ def describe_overflow(dtype: torch.dtype, site_calls: Iterable[SiteCall]) -> str
 
 
 def find_task(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
-    """Return the model's likeliest task; if causal predictions see later tokens, the next one (PaliGemma: `hidden`)."""
+    """Return the model's likeliest task, or the second likeliest if causal predictions see later tokens (PaliGemma)."""
     tasks = tasks_of(loaded.model)
     if tasks[0] != "causal":
         return tasks[0]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int
     from transformers import Cache, PreTrainedModel
 
-MOST = 16  # maximum number of evaluated windows whose first halves are continued, and of prompts per batch
+MOST = 16  # maximum number of evaluated windows whose beginnings are continued, and of prompts per batch
 TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}  # inputs of a model that reads only text
 FAILED = (*FAILURES, ModelError, UsageError)  # raised by models and kernels that do not support a cache
 
@@ -60,7 +60,7 @@ class Continuations:
 def choose_prompts(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
     """Return `prompts`, by default the beginnings of up to MOST inputs, or why the model can't continue inputs.
 
-    The beginnings are half the median length; shorter inputs than the median are left out. Raise UsageError if the
+    The beginnings are half the median length; inputs shorter than the median are left out. Raise UsageError if the
     model can't continue `prompts`.
     """
     reason = ""
@@ -263,7 +263,7 @@ class Differences:
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> Outcome:
         """Build the record of the collected differences; `texts` are the names of the texts in the design.
 
-        `window` is the number of tokens beyond which the loss is reported separately, or the reason why there is none.
+        `window` is the number of tokens beyond which the loss is reported separately, or why there is no number.
         If `window` is None, losses by position and beyond a window are omitted.
         """
         fields, reasons = self._prediction_fields(seed, texts)
@@ -370,7 +370,10 @@ class Differences:
         return fields | {"hidden_cosine_by_text": by_text}, reasons
 
     def compare_loss(self, other: Differences, seed: int) -> Change | None:
-        """Compare losses of another variant (before) and of this one (after); None for noise or non-finite losses."""
+        """Compare the losses of another variant (before) with those of this variant (after).
+
+        Return None for noise, without predictions, or if a loss is not finite.
+        """
         if self.noise or not self.before or not torch.cat((*other.after, *self.after)).isfinite().all():
             return None
         before, after, counts = (torch.cat(part) for part in (other.after, self.after, self.counts))

@@ -40,10 +40,10 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     """Check that the model's files are those in the report, and recompute `heads` random heads, measure by measure.
 
     Return a check of the files, a check of the architecture and, if the architecture agrees, a check of each measure.
-    Each call draws other heads, which a forger can't predict. tokens.* may differ by √ε (ε: machine epsilon of the
-    model's type), weights.* by WEIGHTS_TOLERANCE, relative to the larger value. `more` are options of `inspect` that a
-    report does not contain: the text, and options of `load`. Raise UsageError if the report has no heads or was
-    computed on another text.
+    Each call draws other heads, which a forger can't predict. weights.* may differ by WEIGHTS_TOLERANCE, all other
+    measures by √ε (ε: machine epsilon of the model's type), relative to the larger value. `more` are options of
+    `inspect` that a report does not contain: the text, and options of `load`. Raise UsageError if the report has no
+    heads or was computed on another text.
     """
     if report.command != "inspect" or not report.heads:
         raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of `inspect`.")
@@ -113,9 +113,9 @@ def doctor(
     P is computed twice: from captured queries and keys, and from weights × inputs. P_model is the attention
     that the model itself returns under its own eager attention. The model is loaded in float64 (a loaded
     model is copied), which takes twice the memory, so that errors are not due to rounding. Float32 is used if float64
-    fails, or if only float64 changes the attention; the tolerance is the same. Attention backends and masks are tested,
-    too. Raise UsageError for invalid arguments, TextError for an invalid text, and ModelError if the model can't be
-    loaded or analysed.
+    fails, or if recomputed attention differs only in float64; the tolerance is the same. Attention backends and masks
+    are tested, too. Raise UsageError for invalid arguments, TextError for an invalid text, and ModelError if the model
+    can't be loaded or analysed.
     """
     start = time.perf_counter()
     load_options = {"dtype": request.dtype, **feeding.load_options(request, model)}
@@ -151,9 +151,10 @@ def doctor(
 
 
 def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
-    """Examine the model as loaded, or in float32 if float64 fails, or if only float64 changes the attention (EoMT).
+    """Examine the model as loaded; examine a float64 model again in float32 if float64 may cause a problem.
 
-    If the result in float32 is returned, the model stays in float32.
+    The result in float32 is returned if the model can't be examined in float64, or if recomputed attention differs only
+    in float64 (EoMT); the model then stays in float32.
     """
     if loaded.model.dtype != torch.float64:
         return _examine(loaded, settings, inputs, progress)

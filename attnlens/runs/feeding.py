@@ -43,7 +43,10 @@ def predicts_text(loaded: Loaded) -> bool:
 
 
 def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tuple[list[Tensor], int]:
-    """Return [mean losses, prediction counts] of sequences with predictions, and the vocabulary size; else ([], 0)."""
+    """Return [mean losses, prediction counts] of sequences with predictions, and the size of the vocabulary.
+
+    Return ([], 0) if the model does not predict the next token, or if there is nothing to predict.
+    """
     fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
     if not fed or fed[0].targets is None:
         return [], 0
@@ -58,7 +61,7 @@ def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tup
 def describe_guessing(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
-    """Return a note for each text with a higher loss than random guessing; `names`: text of each sequence."""
+    """Return a note for each text with a higher loss than random guessing; `names`: name of each sequence's text."""
     guess, notes = math.log(vocabulary), list[str]()
     for name in dict.fromkeys(names):
         rows = [row for row, text in enumerate(names) if text == name]
@@ -82,7 +85,7 @@ LOADED = {*Loading.model_fields, *SpreadRequest.model_fields}  # names of the op
 
 
 def load_options(request: Loading, model: object) -> dict[str, Any]:
-    """Return the explicitly set options in the request that `load` takes.
+    """Return the options that are set explicitly in the request and that `load` takes.
 
     If `model` is already loaded, raise UsageError for such options, and ModelError if weights are on the meta device.
     """
@@ -178,7 +181,7 @@ def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None
     if texts.reads_text(loaded) or (not text and tokens is None):
         return
     inputs = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.required_inputs(loaded.model)))
-    problem = f"{loaded.info.id} takes {inputs} but no text, so text and length would be ignored."
+    problem = f"{loaded.info.id} takes {inputs} but no text, so `text` and `length` would be ignored."
     raise UsageError(problem, "Leave out --text, --calibration and --length.")
 
 
@@ -236,7 +239,7 @@ def require_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenize
 
 @contextmanager
 def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: put the model in evaluation mode without gradients; restore modes and gradients afterwards."""
+    """Context manager: put the model in evaluation mode without gradients; restore modes and requires_grad."""
     training = [module for module in model.modules() if module.training]
     # tensors created in inference mode never have a gradient, and don't allow setting requires_grad
     learning = [each for each in model.parameters() if each.requires_grad and not each.is_inference()]

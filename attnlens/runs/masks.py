@@ -136,7 +136,7 @@ def key_input(site: Site, inputs: Mapping[str, Tensor]) -> str:
 
 
 class Cases:
-    """Mask tests of a model: the requested tests, or those that apply to it, except prefixes and long windows."""
+    """Mask tests of a model: those requested, or by default those that apply, except prefixes and long windows."""
 
     def __init__(
         self,

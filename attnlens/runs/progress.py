@@ -10,7 +10,7 @@ from attnlens.report.report import Report
 
 Progress = Callable[[str, int, int], None]  # function called with (stage, steps done, total steps)
 AddSteps = Callable[[int], None]  # function called with the number of newly finished steps of a stage
-INTERRUPTED = "the run was interrupted"  # reason for results that were not finished at an interruption
+INTERRUPTED = "the run was interrupted"  # reason for results that an interruption left unfinished
 
 
 class Interrupted(KeyboardInterrupt):

@@ -49,7 +49,7 @@ def hash_content(
 
 
 def read_code(plugin: Analyzer | Gathering | KernelInfo) -> bytes:
-    """Return the source file's bytes (or the bytecode) of an analyzer or kernel: code changes without a new version."""
+    """Return the bytes of the source file (or the bytecode) of an analyzer or kernel, to detect changes of the code."""
     function: Any = inspect.unwrap(plugin.begin if isinstance(plugin, Gathering) else plugin.function)
     source = inspect.getsourcefile(function) if inspect.isfunction(function) or inspect.isclass(function) else None
     if source is not None and Path(source).is_file():

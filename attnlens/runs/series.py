@@ -191,7 +191,7 @@ def refuse_different_heads(names: Sequence[str], reports: Sequence[records.Repor
 def find_checkpoints(
     names: Sequence[str] | None, revisions: Sequence[str], offline: bool, allow_pickle: bool
 ) -> list[Checkpoint]:
-    """Find checkpoints (None: those of demo); sort them by step unless steps are missing or repeated.
+    """Find the checkpoints `names` (None: those of demo); sort them by step unless steps are missing or repeated.
 
     Raise UsageError if there are fewer than two checkpoints, if one is repeated, or if `revisions` come without exactly
     one model.
@@ -249,7 +249,7 @@ def run_series(
     head: tuple[int, int] | str | None = None,
     progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
-    """Measure all checkpoints; return the report, and a function that removes the units stored for it."""
+    """Measure all checkpoints; return the report, and a function that removes the stored units if all are complete."""
     request = request.with_options(**requests.one_head(head, request.layers, request.heads))
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     return Series(names, requests.words("revisions", revisions), request, progress).run()
@@ -339,7 +339,7 @@ class Series:
         return report, self.store.clear if self.store is not None and complete else lambda: None
 
     def _build_report(self, readings: Mapping[str, CheckpointReading], missing: Mapping[str, str]) -> Report:
-        """Build the report; `missing` has the reasons of failed units. Raise ModelError if the heads differ."""
+        """Build the report; `missing` gives the reasons for failed units. Raise ModelError if the heads differ."""
         done, reports = [self.units[unit] for unit in readings], [reading["report"] for reading in readings.values()]
         names = [checkpoint.name for checkpoint in done]
         refuse_different_heads(names, reports)

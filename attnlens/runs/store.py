@@ -88,7 +88,7 @@ class Store:
         return Store(self.folder / file_stem(name), {"run": hash_json(self.facts), "unit": name}, self.resume)
 
     def load(self, name: str) -> Any:
-        """Return a unit's stored value, or None without a usable file; log and rename a damaged or foreign file.
+        """Return a unit's stored value; None if no usable file exists. Log and rename a damaged or foreign file.
 
         Raise OutputError if the file can't be read.
         """

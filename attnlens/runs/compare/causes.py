@@ -55,7 +55,11 @@ def compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
 
 
 def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> Iterator[Cause]:
-    """Yield a cause if both layers' rotations by position (RoPE) are known and differ."""
+    """Yield a cause if only one layer rotates queries and keys by position (RoPE), or if their frequencies differ.
+
+    Frequencies are compared only if both rotations depend on distances alone. Nothing is yielded if factors are
+    unknown.
+    """
     if not isinstance(first, weights.Factors) or not isinstance(second, weights.Factors):
         return
     before, after = first.rotation, second.rotation
@@ -73,8 +77,8 @@ def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> 
 def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[tuple[Cause, list[float]]]:
     """Yield (cause, errors) for each difference between two layers; unexplained parts last.
 
-    `errors` is [] unless W_Q is quantised; then it has, for each query head, the larger relative error of W_Q and W_K.
-    `order` contains the second layer's head for each head of the first, or nothing if heads keep their order.
+    `errors` is [] unless W_Q is quantised; then it has, for each query head, the larger of the relative errors of W_Q
+    and W_K. `order` contains the second layer's head for each head of the first; it is empty if heads keep their order.
     """
     first, second = add_missing_parts(first, second)
     diagnosis = diagnose(first, second, order)
@@ -161,7 +165,7 @@ def _is_announced(site_call: SiteCall) -> bool:
 
 
 def find_norm(layer: Layer, site_call: SiteCall) -> str | None:
-    """Return the name of the gain of the norm whose output is the input of attention; None if none is found."""
+    """Return the name of the gain of the norm whose output is the input of attention; None if no norm is found."""
     if _is_announced(site_call):
         return None
     hidden, errors = site_call.sequences(site_call.arguments[site_call.input_name]), dict[str, float]()

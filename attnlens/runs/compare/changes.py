@@ -38,7 +38,7 @@ ROTATION_CHANGE = 1e-3  # ‖ΔM‖/‖M‖ at different positions above which r
 GAUGE_FACTOR = 100
 """Ratio of the relative change of W_Q or W_K to that of M above which a small change of M counts as rounding after a
 change of basis. Training steps change M about as much as W_Q and W_K."""
-NEAR_FACTOR = 10  # ‖ΔM‖ at different positions must also exceed this multiple of ‖ΔM‖ at equal ones (rounding)
+NEAR_FACTOR = 10  # ‖ΔM‖ at different positions must also exceed this multiple of ‖ΔM‖ at equal positions (rounding)
 OTHER_PREDICTIONS = "Predictions are not compared: the models have different outputs"
 NOTES_ON_FORMS = {
     "turned": "W_Q and W_K of {heads} have the same product M but different attention: the rotation acts on permuted "

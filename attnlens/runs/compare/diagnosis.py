@@ -88,7 +88,7 @@ def match_sites(sides: Sides) -> dict[Site, Site]:
 
 
 def compare_configs(first: PreTrainedModel, second: PreTrainedModel) -> list[records.ConfigChange]:
-    """List the config fields that affect attention or hidden states and differ, including those of nested configs."""
+    """List the config fields that affect attention or hidden states and differ, including fields of nested configs."""
     sides = [dict(_list_fields(model.config.to_dict())) for model in (first, second)]
     names = [
         name
@@ -179,7 +179,7 @@ class Walk:
 
     @property
     def tensors(self) -> records.TensorChanges:
-        """Names of tensors that differ or are missing in one model, and both models' number types if these differ."""
+        """Number of common tensors; names of tensors that differ or that one model lacks; types if they differ."""
         names, others = self._stored_names()
         stored = [side.loaded.info.quantised for side in self.sides]
         types = [kind or plain for kind, plain in zip(stored, self._types or ["", ""], strict=True)]
@@ -209,7 +209,7 @@ class Walk:
         factors: tuple[SiteFactors, SiteFactors],
         in_block: Sequence[str],
     ) -> Iterator[tuple[Cause, list[float]]]:
-        """Yield the causes of one layer's difference as `diagnose_layers` does, and add names to `differ`.
+        """Yield the causes of one layer's difference as `diagnose_layers` does; add the differing tensors to `differ`.
 
         `blocks` are the tensors of both blocks, and `in_block` the attention modules of the first model's block. Each
         tensor is diagnosed once: tensors of an attention module, and of the norm that it reads, at the module's site;
@@ -353,7 +353,7 @@ class Walk:
         ]
 
     def _stored_names(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Return each model's tensors by name, with the names under which their values are stored.
+        """Return, for each model, the names of its tensors, mapped to the names under which their values are stored.
 
         The two names of a tensor differ only for an output matrix that is tied to the embedding in one of the models.
         """
@@ -445,7 +445,7 @@ def list_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
 def _rounds_all_matrices(
     cause: Cause, causes: Sequence[tuple[Cause, object]], blocks: Sequence[Mapping[str, Tensor]]
 ) -> bool:
-    """Return True if a cause is a rounding of all matrices of a layer, including those that it leaves unchanged."""
+    """Return True if a cause is a rounding of all matrices of a layer, including unchanged ones."""
     if cause.hypothesis == "rounding":
         return len(causes) == 1
     which, _, name = cause.hypothesis.rpartition("rounded to ")

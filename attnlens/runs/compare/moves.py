@@ -15,10 +15,10 @@ from attnlens.records import Site
 
 Samples = dict[str, dict[str, Tensor]]
 """Some values of each matrix, by path of the first model's block and name of the matrix."""
-SAMPLE = 256  # number of values sampled from each matrix
+SAMPLE = 256  # maximum number of values sampled from each matrix
 CLOSE = 0.01  # largest relative difference of values that are equal up to rounding
 PART = 0.1  # smallest share of a matrix's values that must come from another layer
-NEARER = 0.5  # largest ratio of a matrix's distances to another layer's matrix and to the same layer's
+NEARER = 0.5  # largest ratio of the distance to another layer's matrix to the distance to the same layer's matrix
 
 
 def sample_matrices(block: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -33,10 +33,10 @@ def sample_matrices(block: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def find_source(site: Site, sites: Sequence[Site], samples: tuple[Samples, Samples]) -> Site | None:
-    """Find the site of the first model whose block the second model's tensors at `site` most likely come from.
+    """Return the site of the first model from whose block the second model's tensors at `site` were likely copied.
 
     Choose the block with the most matrices that are much nearer to the second model's matrices than the matrices of the
-    site's own block are. Return None if no block has such a matrix.
+    site's own block are, or that match them partly (see `_is_nearer`). Return None if no block has such a matrix.
     """
     path = weights.block_path(site.path)
     within = site.path.removeprefix(path)
@@ -59,9 +59,10 @@ def find_source(site: Site, sites: Sequence[Site], samples: tuple[Samples, Sampl
 
 
 def _is_nearer(values: Tensor, candidate: Tensor, own: Tensor) -> bool:
-    """Return True if `values` are much nearer to `candidate` than to `own`, or if a share PART matches `candidate`.
+    """Return True if `values` are much nearer to `candidate` than to `own`, or match `candidate` partly.
 
-    The second case finds one matrix within a fused one, such as W_K, that comes from another layer.
+    They match partly if a share of at least PART agrees with `candidate` but not with `own`. This case finds a matrix
+    such as W_K that comes from another layer, but is only a part of a fused matrix.
     """
     change = (values - candidate).abs()
     equal = (values != own) & (change <= CLOSE * values.abs())

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 UNPAIRED = (
     "Changes are not paired by window: standard errors assume two independent samples, and are too large if both sides "
-    "read the same windows. Reports are paired if their --windows-csv files are in the same folders."
+    "read the same windows. Reports are paired if the --windows-csv file of each is in the report's folder."
 )
 UNROUNDED = "Reports contain no weights, so rounding is not taken into account; compare the models to include it."
 NO_ROUNDING = "a report contains no weights, so the effect of rounding is unknown"
@@ -148,7 +148,7 @@ def _numbered_windows(report: Report) -> list[tuple[object, int]]:
 
 
 def _test_measure(first: Report, second: Report, name: str) -> ChangeTest | None:
-    """Test a measure's changes, paired if possible; None for categories, and without windows or standard errors."""
+    """Test a measure's changes, paired if possible; return None for categories, and with neither windows nor errors."""
     heads = first.heads, second.heads
     if is_category(heads, name):
         return None
@@ -209,7 +209,8 @@ def compare(
     and Hochberg); a change is significant if q ≤ `fdr`. Each side can also be a report of `inspect`, or its path. A
     model that is compared with a report is inspected with the report's settings. `tokenizer` applies to models in
     memory. Models are loaded in float32 unless `dtype` is given; `revision` and `adapter` apply to the second model.
-    Raise the errors of `inspect`, and UsageError if both sides are the same or read different windows.
+    Raise the errors of `inspect`, and UsageError if both sides are the same, or if two reports differ in settings or
+    windows.
     """
     start = time.perf_counter()
     options = {name: value for name, value in request.explicit().items() if name != "fdr"}
@@ -249,7 +250,7 @@ def compare(
 
 
 def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> None:
-    """Raise UsageError for options without effect, because the sides that they apply to are reports."""
+    """Raise UsageError for options that have no effect because the sides that they apply to are reports."""
     reports = [isinstance(side, Report) for side in subjects]
     changed = [name for name, value in options.items() if value != CompareRequest.model_fields[name].default]
     ignored = [name for name in changed if all(reports) or (name in SECOND and reports[1])]

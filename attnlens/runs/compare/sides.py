@@ -113,7 +113,7 @@ class ComparedModel(Inspection):
 
     @property
     def heads(self) -> list[tuple[str, int]]:
-        """Site and number of each head of the report."""
+        """Name of the site, and number within the layer, of each head of the report."""
         return [(head.site, head.head) for head in self.report.heads]
 
     def without_text(self) -> ComparedModel:
@@ -150,7 +150,7 @@ class Pairing:
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
         """Pair sites in order, and heads by form; pair heads by number if forms can't be read or --heads is given.
 
-        Heads are also paired by number if W_V or W_O contradicts the order of the forms.
+        Heads are also paired by number if the order of the forms is unclear, or if W_V or W_O contradicts this order.
         """
         sites = dict(zip(first.key_heads, second.key_heads, strict=True))
         numbers = {site: tuple(range(len(key_heads))) for site, key_heads in first.key_heads.items()}
@@ -180,7 +180,7 @@ class Pairing:
         return first, replace(second.select(self.order[site]), heads=first.heads)
 
     def move_together(self, site: Site, order: Sequence[int]) -> bool:
-        """Return True unless W_V or W_O differs more between the models in `order` than with heads in place."""
+        """Return False if reordering the heads by `order` increases the difference between the models' W_V or W_O."""
         if list(order) == sorted(order):
             return True
         layers = []
@@ -224,7 +224,7 @@ class Pairing:
     ) -> list[Tensor]:
         """Return KL(p ‖ p') of the attention rows p of `call` and p' of each call in `others`, as (sequences, heads).
 
-        The divergence is averaged over the queries that see a key; it is NaN if there are none.
+        The divergence is averaged over the queries that see a key; it is NaN if no query sees a key.
         """
         original, *calls = (
             hide_padding(replace(each, **hooks.as_float64({name: getattr(each, name) for name in WIDE})), inputs)
@@ -284,7 +284,7 @@ class Pass:
     """Hidden states that each compared block received, by the block's path and the input's name."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
     """Hidden states that each compared block returned, by its path."""
-    later: dict[str, object] = field(default_factory=dict)  # what each later block returned, by its path
+    later: dict[str, object] = field(default_factory=dict)  # output of each later block, by its path
 
 
 def run_pass(

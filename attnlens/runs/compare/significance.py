@@ -185,8 +185,8 @@ def _moderate(
     """Average each head's mean square with the typical one, weighted by degrees of freedom (Smyth 2004, eq. 6.2).
 
     Return the averages and their degrees of freedom. The more alike the heads are, the more degrees of freedom the
-    typical mean square has, up to PRIOR. A mean square of 0 is not averaged; none is if fewer than ENOUGH_HEADS are
-    above 0.
+    typical mean square has, up to PRIOR. A mean square of 0 is not averaged. If fewer than ENOUGH_HEADS are above 0,
+    no mean square is averaged.
     """
     known = squares > 0  # False for NaN
     if int(known.sum()) < ENOUGH_HEADS:
@@ -285,10 +285,10 @@ def field_values(heads: Heads, name: str, field: str = "value") -> tuple[Tensor,
 
 
 DRAWS = 2
-"""Number of random roundings of each model's weights. Fewer draws need fewer forward passes; they reduce the power, but
+"""Number of random roundings of each model's weights. Fewer draws need fewer forward passes and reduce the power, but
 not the coverage, because Student's t then has fewer degrees of freedom (benchmarks/rounding.py)."""
 PRIOR = 4.0
-"""Most degrees of freedom of the typical size of rounding over heads. A small number keeps the tails of Student's t
+"""Maximum degrees of freedom of the typical mean square over heads. A small number keeps the tails of Student's t
 heavy, because rounding can change a single head far more than the others."""
 MOST = 1e6  # degrees of freedom that count as infinite
 FEW = 1
@@ -328,7 +328,10 @@ def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
 
 
 def stored_types(model: PreTrainedModel, unused: Collection[str] = ()) -> list[tuple[Tensor, torch.dtype]]:
-    """Return a model's floating-point weights with stored types, except those only in modules at paths `unused`."""
+    """Return a model's floating-point weights with their stored types.
+
+    Weights that belong only to modules at the paths `unused` are omitted.
+    """
     prefixes = tuple(f"{path}." for path in unused)
     # duplicates, because a weight outside these modules can be shared with one of them
     named = model.named_parameters(remove_duplicate=False)
@@ -370,7 +373,10 @@ def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -
 
 
 def draw_weights(side: ComparedModel, draws: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Simulate how rounding changes weights.* and forms: a table (draws, heads) per measure; NaN without a form."""
+    """Simulate how rounding changes weights.* and the heads' forms.
+
+    Return a table (draws, heads) per measure; it contains NaN for heads whose form can't be read.
+    """
     analyzers = side.select_analyzers("weights")
     tables: dict[sequences.Place, Tensor] = {}
     for site in side.key_heads:
@@ -384,7 +390,7 @@ def draw_weights(side: ComparedModel, draws: int, generator: torch.Generator) ->
 def _draw_site_changes(
     factors: weights.Factors, analyzers: Sequence[Analyzer], kind: torch.dtype, draws: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Simulate how rounding changes one site's forms and scalar measures: a table (draws, heads) per measure.
+    """Simulate how rounding changes one site's forms and scalar measures; return a table (draws, heads) per measure.
 
     If no head is finite, only forms are included. Measures that compare a model with its base are left out.
     """

@@ -38,7 +38,7 @@ class Unit(TypedDict, total=False):
     """Value of a work unit. Units of weights and of gatherers have `answers`; units of tokens have `values`."""
 
     answers: dict[Place, dict[int, Answer]]  # by (site, "weights" or name of a gatherer), then by head
-    layer_symmetry: float | None  # symmetry of the sum of the heads' W_Q W_Kᵀ; None if heads are missing
+    layer_symmetry: float | None  # symmetry of Σ W_Q W_Kᵀ over heads; None if heads are missing, or in cross-attention
     traits: dict[str, bool]  # fields of `weights.Traits`
     sequences: int  # number of sequences of a batch
     values: dict[Place, Tensor]  # by (site, measure): (sequences, heads), NaN if missing
@@ -167,7 +167,7 @@ class Inspection(PreparedRun):
 
     @cached_property
     def key_heads(self) -> dict[Site, list[int]]:
-        """Number of each query head's key head, by requested site."""
+        """Index of each query head's key head, by requested site."""
         return {each.site: list(each.call.key_heads) for each in self.site_calls}
 
     @property
@@ -292,7 +292,7 @@ class Inspection(PreparedRun):
         return {**measured, "losses": losses, "vocabulary": vocabulary, "rows": rows, "skipped": skipped}
 
     def _read_gathered(self, inputs: texts.Batches, work: WorkUnit) -> Unit:
-        """Compute the gatherers' answers for a unit's sites over all sequences. Raise Stopped at an interruption."""
+        """Compute the gatherers' answers for a unit's sites over all sequences. Raise Stopped if interrupted."""
         answers: dict[Place, dict[int, Answer]] = {}
         try:
             gatherers = self._gather(inputs, work.sites)

@@ -94,8 +94,8 @@ def prepare(
 ) -> PreparedRun:
     """Read the texts and load the model.
 
-    If the model exceeds memory, leave the weights in their files if only weights are analysed, without an adapter;
-    otherwise raise TooLargeError.
+    If the model exceeds memory, leave the weights in their files if only weights are analysed and there is no
+    adapter; otherwise raise TooLargeError.
     """
     subject = wrap_model(model, tokenizer)
     load_options = feeding.load_options(request, subject)
@@ -181,7 +181,7 @@ def read_sites(run: PreparedRun, calls: Sequence[SiteCall], sites: Collection[Si
 
 
 def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
-    """Cut the texts, find the sites, and verify recomputed attention unless the model is left in its files.
+    """Cut the texts, find the sites, and verify recomputed attention unless the weights are left in their files.
 
     The inspection's units add the factors of weights to `factors`.
     """
@@ -252,7 +252,7 @@ def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str |
         if readable or settings.source == "tokens":
             raise
         return without_input, None, error.problem
-    feeding.build_design(settings, batches)  # raises TextError for too few texts
+    feeding.build_design(settings, batches)  # raises UsageError for too few texts
     return feeding.describe_input(settings, batches, loaded), batches, None
 
 

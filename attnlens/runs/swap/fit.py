@@ -209,7 +209,7 @@ def sample_gradients(
     return calls, outputs, dict(zip(outputs, gradients, strict=True)), len(targets)
 
 
-SEQUENCES = 16  # maximum number of sequences per text for the gradients of the output metric
+SEQUENCES = 16  # maximum number of sequences for the gradients of an output metric (in `ranks`, of each text)
 
 
 def set_rotations(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]]) -> None:

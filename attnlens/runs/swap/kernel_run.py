@@ -87,12 +87,12 @@ class SwapSession:
     missed: dict[str, str | None] = field(default_factory=dict)  # attention that is not a site, see `hooks.Survey`
     model_heads: int = 0  # number of heads of all sites
     identity_error: float = 0.0  # relative change of the outputs if attention is recomputed
-    controls: dict[object, ChangedModel] = field(default_factory=dict)  # unfitted ones, by `kernels_by_site`
+    controls: dict[object, ChangedModel] = field(default_factory=dict)  # unfitted controls, by `kernels_by_site`
     timings: dict[str, float] = field(default_factory=dict)
     measures: SweptMeasures | None = None  # computed at the first sweep of heads
 
     def survey(self) -> None:
-        """Find and verify all sites, and select the requested ones. Raise UsageError if a kernel is undefined there."""
+        """Find and verify all sites; select the requested sites. Raise UsageError if a kernel is undefined at one."""
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
             self.identity_error = checks.require_identity(self.loaded, self.probe)
@@ -269,7 +269,7 @@ def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | 
 
 
 def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[ControlSwap]:
-    """Build the controls of an unhealed kernel, except those equal to this kernel or to the model's own."""
+    """Build the controls of an unhealed kernel, except controls equal to this kernel or to the model's own."""
     controls = [
         _same_size(swaps, shapes),
         map_kernels("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
@@ -575,7 +575,10 @@ class KernelRun:
                 yield f"No {control.role} control: {control.reason}."
 
     def _sweep(self, swap: Swap) -> Swap:
-        """Return `swap` with the effects of heads or layers and, for heads, predictors; if interrupted, with a note."""
+        """Return `swap` with the effects of heads or layers and, for heads, predictors.
+
+        If interrupted, return `swap` with only a note added.
+        """
         session, options, swaps, seed = self.session, self.session.options, self.last.swaps, self.session.seed
         fitted = hash_json(hash_parameters(swaps))
 

@@ -82,7 +82,7 @@ class SwapWork(SwapSession):
 
     @cached_property
     def store(self) -> Store | None:
-        """Store of the finished units; None for a model in memory, because no file identifies it."""
+        """Store of the finished units; None for a model in memory, or if the cache can't be written."""
         return WorkPlan.of(self.request).store(self.facts) if self.stored else None
 
     def run(self) -> tuple[Report, Callable[[], None]]:
@@ -241,7 +241,7 @@ def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cu
     """
     if cut.image or cut.audio:
         problem = "Fitting, choosing ranks and healing would use the same images or sounds as the evaluation."
-        raise UsageError(problem, "Omit image and audio, to use random ones; or omit fit.")
+        raise UsageError(problem, "Omit `image` and `audio` to use random inputs, or omit `fit`.")
     loaded, evaluated = session.loaded, session.evaluated
     if session.train is not None or session.ranks is None:
         skip = evaluated.sequences

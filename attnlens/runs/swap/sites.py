@@ -145,7 +145,7 @@ def _check_error(
 
 
 def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
-    """Replace the last tokens by random padding; if `left`, put it in front, and start to count positions after it."""
+    """Replace the last tokens by random padding; if `left`, put it in front, and start counting positions after it."""
     ids, mask = inputs["input_ids"].clone(), inputs["attention_mask"].clone()
     padding = min(PADDING, ids.shape[1] // 2)
     ids[:, -padding:] = _draw_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
@@ -310,7 +310,7 @@ PRIMAL = (
     "mask, the scores are those of running means of queries and keys; without a mask, a token sees no other token "
     "(except through samples)."
 )
-CONSTANT = 1e-4  # largest relative spread of the norms of keys that count as equally long; or 2 eps of the dtype
+CONSTANT = 1e-4  # largest relative spread of the norms of keys that count as equally long; at least 2 eps of the dtype
 
 
 def measure_sites(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> tuple[list[SiteSwap], list[str]]:

@@ -72,7 +72,7 @@ def measure_heads(loaded: Loaded, batches: texts.Batches, settings: Settings, un
 
 
 def find_predictors(alone: UnitEffects, measures: SweptMeasures, seed: int) -> tuple[list[Predictor], Prediction]:
-    """Correlate each measure with the heads' harm (rise in loss or distance); omit heads that diverged.
+    """Correlate each measure with the heads' harm (rise in loss or distance); omit heads without a finite harm.
 
     Return the predictors, sorted by corrected p, and a summary.
     """
