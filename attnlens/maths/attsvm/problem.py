@@ -109,7 +109,7 @@ class Solution:
     norm: float | None = None  # ‖W‖_F (nuclear problem: Σσ(W)); None if W is None; 1/norm is the max-margin if b = 1
     gap: float | None = None
     """Relative duality gap (P − D)/P of the squared norm (Frobenius) or the norm (nuclear), ≥ 0; ∞ if W violates
-    constraints; None if infeasible."""
+    constraints or could not be corrected; None if infeasible."""
     least: float | None = None
     """min over inequalities of u W z − b, before W is rescaled; None if infeasible or if there are no inequalities."""
     kkt: float | None = None
@@ -190,7 +190,7 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
 
     The constraints are (x_r − x_t)ᵀ W z = log(s_r/s_t) inside O_i, where r is the first token of O_i (Tarzanagh et al.
     2023, Eq. 8). `weights` are the attention weights s, which must be > 0 inside O_i; duplicates get the mean weight of
-    all copies. Raises the UsageErrors of `selection_sets`, and a UsageError for a weight of 0 inside O_i; raises
+    all copies. Raises the UsageErrors of `selection_sets`, and a UsageError for a weight ≤ 0 inside O_i; raises
     UnposedError if every O_i is one token.
     """
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, None)
