@@ -197,7 +197,7 @@ def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
         number: float | None = getattr(source, field, None)
         numbers.append(abs(number) if rule.absolute and number is not None else number)
     if all(number is None for number in numbers):
-        why = f"{len(heads)} heads have no {column}" if heads else "no head of this report matches the rule's filters"
+        why = f"the covered heads have no {column}" if heads else "no head of this report matches the rule's filters"
         reason = next((head.measures[name].reason for head in heads if name in head.measures), None)
         raise _no_match(rule, f"{why}{f', because {reason}' if reason else ''}")
     return list(zip(heads, numbers, strict=True))

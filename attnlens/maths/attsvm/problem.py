@@ -287,10 +287,9 @@ def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[
     """Return the numbers in float64; raise UsageError if they are not real or not finite, or if the shape is wrong."""
     numbers = require_real(name, numbers)
     if numbers.ndim != axes or (axes > 1 and not numbers.shape[-1]):
-        raise UsageError(
-            f"{name} has shape {tuple(numbers.shape)}, but needs {axes} dimensions, and the last must not be empty.",
-            f"Reshape {name} to {SHAPES.get(name, '(samples, tokens, d)' if axes == 3 else '(tokens, d)')}.",
-        )
+        needed = SHAPES.get(name, "(samples, tokens, d)" if axes == 3 else "(tokens, d)")
+        problem = f"The {name} have shape {tuple(numbers.shape)}, not {needed} with a non-empty last dimension."
+        raise UsageError(problem, f"Reshape the {name} to {needed}.")
     if not numbers.isfinite().all():
         raise UsageError(f"The {name} contain NaN or Inf.", f"Check the code that computes the {name} for overflow.")
     return numbers.detach().double()

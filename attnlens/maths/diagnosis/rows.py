@@ -50,7 +50,7 @@ def named_orders(size: int) -> dict[str, Int[Tensor, " size"]]:
 
 
 def _candidate_orders(layer: Layer, size: int) -> dict[str, Tensor]:
-    """Return orders of a head's rows, keyed by name; if RoPE rotates only some rows, also orders that move only these rows."""
+    """Return orders of a head's rows, keyed by name; if RoPE rotates only some, also orders that move only those."""
     candidates, rotated = named_orders(size), layer.rotated_coordinates
     if rotated and len(rotated) < size:
         for name, order in named_orders(len(rotated)).items():
