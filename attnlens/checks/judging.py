@@ -153,7 +153,7 @@ def check_report(
     *,
     allow_partial: bool = False,
 ) -> Report:
-    """Return the report with `checks`: one per rule, and one per measure with a value if a baseline is given.
+    """Return the report with `checks`: one per rule and, if a baseline is given, one per measure with a value.
 
     `file` is the path of the baseline. Raise UsageError if an inspection has no heads, if the report is partial (unless
     `allow_partial` is True), if a rule matches nothing, or if the baseline belongs to a different run.
@@ -197,7 +197,7 @@ def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
         number: float | None = getattr(source, field, None)
         numbers.append(abs(number) if rule.absolute and number is not None else number)
     if all(number is None for number in numbers):
-        why = f"{len(heads)} heads have no {column}" if heads else "no head of this report matches the rule's filters"
+        why = f"the covered heads have no {column}" if heads else "no head of this report matches the rule's filters"
         reason = next((head.measures[name].reason for head in heads if name in head.measures), None)
         raise _no_match(rule, f"{why}{f', because {reason}' if reason else ''}")
     return list(zip(heads, numbers, strict=True))
@@ -348,9 +348,10 @@ def build_breach(
 
 
 def choose_options(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
-    """Return options for `inspect`: `analyzers` and `source` of the baseline or, if it is None, of the rules.
+    """Return the options `analyzers` and `source` for `inspect`: the baseline's or, without one, those that rules need.
 
-    Return {} if the rules need no analyzer. Raise UsageError if no analyzer computes the subject of a rule.
+    Without a baseline, return {} if the rules need no analyzer, and raise UsageError if no analyzer computes the
+    subject of a rule.
     """
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}

@@ -36,7 +36,7 @@ def assert_attention(
     allow_partial: bool = False,
     **options: object,
 ) -> None:
-    """Fail the test if a report breaks a rule or differs from its baseline.
+    """Fail the test if a report breaks a rule or differs too much from its baseline.
 
     `model_or_report` is a report, the path of a report, or a model to inspect first.
     `rules`, `baseline` and `allow_partial` are those of `attnlens.check`, and `options` those of `attnlens.inspect`.

@@ -129,7 +129,9 @@ def parse_condition(text: object) -> Rule:
     if not (float(aggregate[1:]) <= 100 if aggregate[1:2].isdecimal() else aggregate in (*WHOLE, "share")):
         raise _parse_error(text, f"unknown aggregate {aggregate!r}; choose {SPELLINGS}.")
     if (aggregate == "share") != (inner is not None):
-        raise _parse_error(text, "only share needs a comparison in brackets, as in share(> 0.9) < 0.1.")
+        raise _parse_error(
+            text, "write a comparison in brackets after share, as in share(> 0.9) < 0.1, and after no other aggregate."
+        )
     share = None if inner is None else _parse_comparison(text, inner)
     return Rule(aggregate, _parse_comparison(text, comparison), share, _parse_filters(text, filters))
 
@@ -187,7 +189,7 @@ def parse_rule(text: object) -> Rule:
 
 
 def parse_table(table: Mapping[str, object], file: str | None = None) -> list[Rule]:
-    """Parse a table of conditions by subject; the keys of nested tables, joined by dots, form the subject.
+    """Parse a table of conditions, keyed by subject; the keys of nested tables, joined by dots, form the subject.
 
     Raise UsageError if a condition is invalid; the error names `file`.
     """

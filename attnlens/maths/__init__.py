@@ -1,6 +1,6 @@
 """Mathematics on plain tensors, usable without a model.
 
-- `linalg`: spectra, ranks, symmetry and definiteness of factored matrices; shares of the visible scores.
+- `linalg`: spectra, ranks, symmetry and definiteness of factored matrices; shares of the variance of visible scores.
 - `ksvd`: kernel singular value decomposition, dual and primal.
 - `attsvm`: attention as a support vector machine: problems, solvers with certificates, gradient descent.
 - `diagnosis`: hypotheses about how one attention layer became another: permutations, grids, low rank.

@@ -125,7 +125,7 @@ def sampled_rows(x: Queries, count: int) -> Sampled:
 def evenly_spaced(
     x: Queries, count: int, mask: Bool[Tensor, "*#batch n"] | None = None
 ) -> Float[Tensor, "*batch count features"]:
-    """Return `count` evenly spaced rows among the rows at which the mask is true, or among all rows without a mask.
+    """Return `count` evenly spaced rows among the rows at which the mask is true; without a mask, among all rows.
 
     From n such rows, the function takes rows ⌊i(n − 1)/(count − 1)⌋ for i = 0 … count − 1, as in the published code, or
     row 0 if count = 1. Rows are repeated if n < count, and row 0 is repeated if the mask is all false.

@@ -184,7 +184,7 @@ class Newton:
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
     def move(self, direction: Point, share: float) -> Point:
-        """Return the point after a primal and a dual step of min(1, share · t); t is each step's way to the border."""
+        """Return the point after a primal and a dual step of min(1, share · t); the step t ends at the border."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
         dual = to_border(self.whiteners[1], direction.S, share)

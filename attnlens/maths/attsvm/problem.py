@@ -109,7 +109,7 @@ class Solution:
     norm: float | None = None  # ‖W‖_F (nuclear problem: Σσ(W)); None if W is None; 1/norm is the max-margin if b = 1
     gap: float | None = None
     """Relative duality gap (P − D)/P of the squared norm (Frobenius) or the norm (nuclear), ≥ 0; ∞ if W violates
-    constraints; None if infeasible."""
+    constraints or could not be corrected; None if infeasible."""
     least: float | None = None
     """min over inequalities of u W z − b, before W is rescaled; None if infeasible or if there are no inequalities."""
     kkt: float | None = None
@@ -135,8 +135,8 @@ def selection(
     integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
     if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"Each of the {samples} samples needs a query, the integer index of a token and, if margins are given, a "
-            "margin.",
+            f"Each of the {samples} samples needs a query, the integer index of its chosen token and, if margins are "
+            "given, a margin.",
             "Give one query and one chosen token per sample; leave out margins if all are 1.",
         )
     rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)
@@ -190,7 +190,7 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
 
     The constraints are (x_r − x_t)ᵀ W z = log(s_r/s_t) inside O_i, where r is the first token of O_i (Tarzanagh et al.
     2023, Eq. 8). `weights` are the attention weights s, which must be > 0 inside O_i; duplicates get the mean weight of
-    all copies. Raises the UsageErrors of `selection_sets`, and a UsageError for a weight of 0 inside O_i; raises
+    all copies. Raises the UsageErrors of `selection_sets`, and a UsageError for a weight ≤ 0 inside O_i; raises
     UnposedError if every O_i is one token.
     """
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, None)
@@ -287,10 +287,9 @@ def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[
     """Return the numbers in float64; raise UsageError if they are not real or not finite, or if the shape is wrong."""
     numbers = require_real(name, numbers)
     if numbers.ndim != axes or (axes > 1 and not numbers.shape[-1]):
-        raise UsageError(
-            f"{name} has shape {tuple(numbers.shape)}, but needs {axes} dimensions, and the last must not be empty.",
-            f"Reshape {name} to {SHAPES.get(name, '(samples, tokens, d)' if axes == 3 else '(tokens, d)')}.",
-        )
+        needed = SHAPES.get(name, "(samples, tokens, d)" if axes == 3 else "(tokens, d)")
+        problem = f"The {name} have shape {tuple(numbers.shape)}, not {needed} with a non-empty last dimension."
+        raise UsageError(problem, f"Reshape the {name} to {needed}.")
     if not numbers.isfinite().all():
         raise UsageError(f"The {name} contain NaN or Inf.", f"Check the code that computes the {name} for overflow.")
     return numbers.detach().double()

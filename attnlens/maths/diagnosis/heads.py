@@ -13,7 +13,7 @@ from attnlens.maths.diagnosis.steps import BETTER, KINDS, Step, are_better, mean
 
 
 def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
-    """Return for each head of `second` the number of its match in `first`.
+    """Return a list with the index in `first` of the match of each head of `second`.
 
     Return None if no head moved, or if the match of a moved head is not clear.
     """
@@ -30,9 +30,10 @@ def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
 
 
 def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> tuple[Parts, list[str]]:
-    """Return by name the parts with heads in their role's order, and the names of parts that could move but did not.
+    """Return the moved parts, keyed by name, and the names of the parts that could move but did not.
 
-    Biases, gains and other tensors with an axis of heads move only if that brings them nearer to the second layer.
+    A weight moves if the order of its role is not the identity. Biases, gains and other tensors with an axis of heads
+    move only if moving brings them nearer to the second layer.
     """
     parts: dict[str, Tensor] = {}
     stayed = []
@@ -54,8 +55,9 @@ def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]
 def _by_head(layer: Layer, name: str, orders: Mapping[str, Sequence[int]]) -> Iterator[Tensor]:
     """Yield a part with its heads in the order of its role; yield nothing for a weight or bias whose role has no order.
 
-    A gain or other part without an order (except `headless` parts) is yielded in every role's order. Parts other than
-    weights and biases are reordered along each axis whose length fits the heads or their coordinates.
+    A gain whose role has no order is yielded in every role's order, and so is a part without a role, unless it is
+    `headless`. Parts other than weights and biases are reordered along each axis whose length fits the coordinates of
+    all heads or, except for gains, the heads.
     """
     role, _, kind = name.partition(".")
     part = layer.parts[name]
@@ -150,7 +152,7 @@ def _moved_heads(order: Sequence[int], groups: Sequence[int], role: str) -> set[
 
 
 def propose_averaged_keys(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that key heads (and value heads) were averaged in groups, or that they were repeated, or tiled."""
+    """Propose that key heads (and value heads) were averaged in groups, repeated or tiled."""
     present = present_roles(first, second, roles=("key", "value"))
     counts = {first.parts[f"{role}.weight"].shape[0] for role in present}
     others = {second.parts[f"{role}.weight"].shape[0] for role in present}

@@ -57,7 +57,7 @@ class Layer:
     """True if keys and values are computed from a different sequence than queries (cross-attention)."""
 
     offsets: Mapping[str, float] = field(default_factory=dict)
-    """Number that a norm adds to its stored weight to make the gain, by the gain's name, if not 0; such gains are
+    """Non-zero number that a norm adds to its stored weight to make the gain, keyed by the gain's name. Such gains are
     exact, in float64."""
 
     inputs_first: frozenset[str] = frozenset()  # names of the matrices whose rows are inputs (Conv1D of GPT-2)

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 def _take_roles(
     layer: Layer, sources: Mapping[str, str], second: Layer, heads: Sequence[int] | None
 ) -> dict[str, Tensor]:
-    """Return by name the parts of the roles in `sources`, taken from the roles to which `sources` maps them.
+    """Return the parts of the roles in `sources`, keyed by name, with the values of the roles' sources.
 
-    Biases and gains are taken only if that brings them nearer to the second layer. If `heads` is given, only these
-    heads are taken, and no gains.
+    Biases and gains are included only if this brings them nearer to the second layer. If `heads` is given, only these
+    heads get new values, and gains are left out.
     """
     parts: dict[str, Tensor] = {}
     for role, source in sources.items():

@@ -41,7 +41,7 @@ def propose_folded_norm(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def _find_readers(first: Layer, second: Layer, ratio: Float[Tensor, " width"]) -> dict[str, Tensor]:
-    """Return by name the matrices into which the gain moved: those of the first layer with inputs scaled by `ratio`."""
+    """Return the first layer's matrices into which the gain moved, keyed by name, with inputs scaled by `ratio`."""
     readers = {}
     for name, axis in _list_matrices(first, len(ratio)).items():
         before, after = first.parts[name], second.parts.get(name)
@@ -54,7 +54,7 @@ def _find_readers(first: Layer, second: Layer, ratio: Float[Tensor, " width"]) -
 
 
 def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
-    """Return by name the input axis of each matrix whose input can be the output of a norm of this width.
+    """Return the input axis, keyed by name, of each matrix whose input can be the output of a norm of this width.
 
     W_O is left out because it reads the values; W_K and W_V of cross-attention, because they read another sequence.
     """
@@ -72,9 +72,10 @@ def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
 
 
 def _fold(first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"], readers: Parts, alone: bool) -> Step:
-    """Build the step that folds a norm into `readers`: harmless in a pre-norm layer if all readers and biases changed.
+    """Build the step that folds a norm into the matrices `readers`.
 
-    `alone` is True if the layer has no other norm that the remaining matrices could read.
+    The step is harmless in a pre-norm layer if all matrices known to read the norm's output, and their biases, changed
+    too. If `alone`, the layer has no other norm that the remaining matrices could read.
     """
     sides = {name in first.headless for name in readers}  # True: outside the attention module
     left = [
@@ -118,7 +119,10 @@ def _reads(layer: Layer, name: str) -> bool:
 def _fold_bias(
     first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"], readers: Parts
 ) -> dict[str, Tensor]:
-    """Return by name the norm's new bias and the readers' biases that keep outputs equal; {} if a norm lacks a bias."""
+    """Return the norm's new bias and the readers' biases that keep outputs equal, keyed by name.
+
+    Return {} if the norm lacks a bias in one of the layers.
+    """
     name = norm.removesuffix("weight") + "bias"
     before, after = first.parts.get(name), second.parts.get(name)
     if before is None or after is None or before.shape != ratio.shape or after.shape != ratio.shape:
@@ -139,9 +143,10 @@ def _fold_bias(
 
 
 def _is_nearer(part: Tensor, first: Layer, second: Layer, name: str) -> bool:
-    """Return True if `part` differs from the second layer's tensor at most BETTER times as much as the first's does.
+    """Return True if `part` is nearer to the second layer's tensor `name` than the first layer's tensor is.
 
-    Missing tensors count as 0.
+    The residual of `part` must be at most BETTER times that of the first layer's tensor in each head. Missing tensors
+    count as 0.
     """
     before, after = first.parts.get(name, torch.zeros_like(part)), second.parts.get(name, torch.zeros_like(part))
     old, new = (residuals(each, after, name) for each in (before, part))

@@ -40,7 +40,7 @@ NAMED: dict[str, tuple[str, str | None]] = {
 
 
 def named_orders(size: int) -> dict[str, Int[Tensor, " size"]]:
-    """Return orders of `size` rows by name: row i of the second layer is row order[i] of the first."""
+    """Return orders of `size` rows, keyed by name: row i of the second layer is row order[i] of the first."""
     rows = torch.arange(size)
     orders = {"reversed rows": rows.flip(0)}
     if size % 2 == 0:
@@ -50,7 +50,7 @@ def named_orders(size: int) -> dict[str, Int[Tensor, " size"]]:
 
 
 def _candidate_orders(layer: Layer, size: int) -> dict[str, Tensor]:
-    """Return by name orders of all rows of a head and, if RoPE rotates only some rows, orders of the rotated rows."""
+    """Return orders of a head's rows, keyed by name; if RoPE rotates only some, also orders that move only those."""
     candidates, rotated = named_orders(size), layer.rotated_coordinates
     if rotated and len(rotated) < size:
         for name, order in named_orders(len(rotated)).items():
@@ -61,9 +61,9 @@ def _candidate_orders(layer: Layer, size: int) -> dict[str, Tensor]:
 
 
 def _reorder(layer: Layer, role: str, heads: Sequence[int], order: Tensor, second: Layer) -> dict[str, Tensor]:
-    """Return by name the role's parts with the rows of `heads` reordered.
+    """Return the role's parts, keyed by name, with the rows of `heads` reordered.
 
-    Biases and gains are reordered only if that brings them nearer to the second layer.
+    Biases and gains are included only if reordering brings them nearer to the second layer.
     """
     parts: dict[str, Tensor] = {}
     for kind in KINDS:
@@ -126,7 +126,7 @@ def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def propose_row_order(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that rows of W_Q and W_K, or W_V and W_O, were interleaved, reversed or permuted within heads."""
+    """Propose that rows of W_Q, W_K, W_V or W_O were interleaved, reversed or otherwise permuted within heads."""
     for roles in SIDES:
         yield from _permuted_rows(first, second, roles)
 
@@ -158,8 +158,8 @@ def _row_step(
 ) -> Step:
     """Build the step that reorders rows within heads.
 
-    The step is harmless if both roles have the same orders, RoPE does not rotate these rows, and no tensor that acts
-    on the rows keeps its old order.
+    The step is harmless if both roles have the same orders, no tensor that acts on the rows keeps its old order and,
+    for W_Q and W_K, the layer has no RoPE.
     """
     parts: dict[str, Tensor] = {}
     concerned = set[int]()
@@ -257,7 +257,7 @@ def _mixes_heads(order: Int[Tensor, " rows"], size: int) -> bool:
 
 
 def _stays(name: str, parts: dict[str, Tensor], layer: Layer) -> bool:
-    """Return True if the layer has a part that was not reordered although its values are not all equal."""
+    """Return True if the layer has a part `name` that was not reordered although its values are not all equal."""
     part = layer.parts.get(name)
     return part is not None and name not in parts and bool((part != part.flatten()[0]).any())
 

@@ -74,8 +74,8 @@ class Diagnosis:
     """The causes of the difference between two layers."""
 
     causes: list[Cause] = field(default_factory=list)
-    unexplained: list[str] = field(default_factory=list)  # parts that no hypothesis explains
-    closest: tuple[str, float] | None = None  # text of the hypothesis nearest to an unexplained part, and its residual
+    unexplained: list[str] = field(default_factory=list)  # names of the parts that no hypothesis explains
+    closest: tuple[str, float] | None = None  # hypothesis nearest to an unexplained part, as a clause; residual left
     change: float = 0.0  # largest ‖B − A‖/max(‖A‖, ‖B‖) of an unexplained part
     unexplained_heads: tuple[int, ...] = ()  # query heads with an unexplained part; empty for all, or for none
 
@@ -208,7 +208,7 @@ class Search:
         )
 
     def _find_structural(self) -> None:
-        """Adopt the structural step that explains the most open heads; repeat until no step explains an open head."""
+        """Adopt the structural step with the largest `_gain`; repeat until no step has a positive gain."""
         while self.left:
             steps = [step for hypothesis in STRUCTURAL for step in hypothesis(self.current, self.second)]
             gains = [self._gain(step.parts) for step in steps]
@@ -232,7 +232,7 @@ class Search:
     def adopt(self, step: Step, fitted: Sequence[str] | None = None) -> None:
         """Add a structural step to the causes and apply it.
 
-        If `fitted` is given, apply only the parts that it names, and the parts that the step brings nearer to the
+        If `fitted` is given, apply only the parts named in `fitted`, and those that the step brings nearer to the
         second layer.
         """
         parts = step.parts
@@ -250,7 +250,7 @@ class Search:
         """Adopt for each part the first hypothesis on single tensors that explains the part's unexplained heads.
 
         Return True if any hypothesis does. `layer` is the current prediction after the structural steps `before`, which
-        are adopted first.
+        are then adopted first.
         """
         fit_groups: dict[tuple[str, str], list[tuple[str, Fit, Tensor]]] = defaultdict(list)
         for name, heads in self.open.items():
@@ -368,7 +368,7 @@ class Search:
                 return
 
     def _find_rounding(self) -> None:
-        """Add a cause for tensors that differ from their prediction only by rounding to a number type."""
+        """Add one cause per number type, for tensors that differ from their prediction only by rounding to it."""
         by_type: dict[str, list[str]] = defaultdict(list)
         for name in self.names:
             if not bool((self.residual(self.current.parts, name) > 0).any()) or bool(self.open[name].any()):

@@ -48,7 +48,7 @@ by √n (the 0.1 % level)."""
 def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bool:
     """Return True if the errors' sizes are uniform up to half a unit in the last place, as those of rounding are.
 
-    Small training steps that start from weights of this type also round to these weights, but their sizes are not
+    If training started from weights of this type, its small steps also vanish in rounding, but their sizes are not
     uniform. For float16, return False if bfloat16 also represents the numbers: bfloat16 is tested separately.
     """
     used = rounded != 0
@@ -358,7 +358,7 @@ def _from_rows(rows: Tensor, pair: Pair) -> Tensor:
 def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
     """Propose that only some rows, or only some columns, of a matrix changed: at most half of them.
 
-    Most values of a changed row must differ; pruning, by contrast, changes few values of each row.
+    Most values of a changed row or column must differ; pruning, by contrast, changes few values of each.
     """
     if pair.first.dim() < 2 or pair.name.endswith("bias"):
         return
@@ -485,7 +485,7 @@ def _leading_directions(matrix: Float[Tensor, "rows width"], count: int) -> tupl
     return basis @ left, values, right
 
 
-CLEAR = 1.2  # least singular value of an update before quantisation, relative to the largest of the rounding errors
+CLEAR = 1.2  # least singular value of an update, relative to the largest singular value of the rounding errors
 AGREEMENT = 0.05  # largest relative difference between the errors' root mean square and that of uniform rounding
 
 

@@ -2,7 +2,7 @@
 
 - `forms`: the bilinear form M = W_Q W_Kᵀ of a head, also under rotation: symmetry, spectrum, change, angles.
 - `attention`: measures of attention weights, the parts of the scores, definiteness of the kernel.
-- `visible`: shares and ranks of the scores on visible pairs, those that the mask does not hide.
+- `visible`: ranks of the scores on visible pairs (those that the mask does not hide), and shares of their variance.
 - `spectra`: ranks of spectra, the number of features that attention needs, the thread pool over heads.
 - `long`: leading singular values and sums of scores for long sequences, whose matrices are computed in tiles.
 

@@ -173,7 +173,7 @@ def _visible_pairs(query_key: QueryKey) -> Bool[Tensor, "*batch heads n m"]:
 
 
 def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"], query_key: QueryKey) -> Matrices:
-    """Return k_ij e^{b_ij}/(Σ_j k_ij e^{b_ij} + e^{sink}) over the keys that i sees; kernel_ij is e^unit_i · k_ij.
+    """Return k_ij e^{b_ij}/(Σ_j k_ij e^{b_ij} + e^{sink}) over the keys that i sees; kernel_ij is e^{unit_i} · k_ij.
 
     Rows whose sum is not positive are NaN.
     """

@@ -1,4 +1,4 @@
-"""Visible attention scores: shares of variance explained by keys and distances, and the rank of what softmax sees."""
+"""Row-centred visible attention scores: their rank, and the shares of variance explained by keys and distances."""
 
 from __future__ import annotations
 

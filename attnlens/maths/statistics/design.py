@@ -164,7 +164,10 @@ class Design:
         return Design(tuple(self.texts[window] for window in windows), self.over)
 
     def draws(self, count: int, seed: int = 0) -> Samples:
-        """Return how often each of `count` bootstrap samples, of texts or windows within strata, has each window."""
+        """Return how often each window occurs in each of `count` bootstrap samples.
+
+        A sample consists of texts if texts were sampled, else of windows drawn within strata.
+        """
         generator = torch.Generator().manual_seed(seed)
         if self.clustered:
             texts = len(self.members)
@@ -188,7 +191,7 @@ class Design:
         return torch.tensor([count / (count - 1) for count in counts], dtype=torch.float64).sqrt()
 
     def variance(self, residuals: PerWindow, times: PerWindow) -> Float[Tensor, "*batch"]:
-        """Return the variance of Σ times · residuals; each window counts `times` times (0 if it has no value).
+        """Return the variance of Σ times · residuals; each window is counted `times` times (0 if it has no value).
 
         Over windows it is Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)² for strata t of n_t windows; over T texts t it is
         T/(T − 1) Σ_t (Σ_{i in t} r_i)². Residuals are those of a mean, divided by its denominator. NaN for fewer than

@@ -271,7 +271,7 @@ def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def false_discovery(p_values: Float[Tensor, " n"], rate: float = 0.05) -> Bool[Tensor, " n"]:
-    """Return which hypotheses to reject so that the expected share of false ones among them is ≤ `rate`.
+    """Return a mask of the hypotheses to reject; the expected share of wrong rejections among them is ≤ `rate`.
 
     A hypothesis with p = NaN is never rejected.
     """
