@@ -181,7 +181,7 @@ class GatheringPlace:
     are not bilinear in x (RoPE, QK-norm, cross-attention), `form` is the reason, and inputs are not passed."""
     seed: int = 0  # random seed
     top_p: float | None = None  # a query selects the fewest tokens with at least this total weight; None: the top one
-    shown: bool = False  # True if the report must contain the problem itself (`Answer.shown`), too
+    shown: bool = False  # True if the report must also contain the problem itself (`Answer.shown`)
 
 
 @dataclass(frozen=True)

@@ -381,8 +381,8 @@ def selector(place: GatheringPlace) -> Selector:
     sets. If each set contains one token, W_fin is 0 and margins are positive, because M scores this token above all
     others; for sets of several tokens (`top-p`) margins can be negative.
 
-    If the logits are bilinear in the module's inputs, the problem is posed on these inputs and, under names with
-    `projected_`, on queries and keys with W = s·I. Otherwise (RoPE, QK-norm, cross-attention) it is posed only on
-    queries and keys. Each space has its own null; compare numbers only within one space.
+    If the logits are bilinear in the module's inputs, the problem is posed on these inputs and, in the measures named
+    `projected_…`, on queries and keys with M = s·I. Otherwise (RoPE, QK-norm, cross-attention) the problem is posed
+    only on queries and keys. Each space has its own null; compare numbers only within one space.
     """
     return Selector(place)

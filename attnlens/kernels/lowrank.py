@@ -298,7 +298,7 @@ class MapsFit:
 
 
 def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
-    """Return qA, kB and the scale; raise UsageError if heads share a latent or the latent precedes the rotation."""
+    """Return qA, kB and the scale; raise UsageError if heads share a latent or latents precede the rotation."""
     if "members" in more:
         problem = "Heads of this rank kernel share a latent or need positions, so q and k of one head do not suffice."
         raise UsageError(problem, TOGETHER)
@@ -321,7 +321,7 @@ def share_keys(
 
     z = Σ_m k_m B_m over the key heads m of the latent; `members` identifies each key head by a query head that reads
     it. `key_map` is B, (heads, members, head_dim, size). The scores are ⟨q A, z⟩ or, if `frequency` is given, those of
-    the rebuilt and rotated keys: ⟨q, R(j)(z Aᵀ + offset)⟩.
+    the rebuilt and rotated keys: ⟨q, R(j)(z Aᵀ + offset)⟩. In this case, raises the errors of `token_positions`.
     """
     if members is None:
         return None
@@ -460,7 +460,7 @@ class NearestFit:
     queries, the logits are the sum of s(u_i−ū)ᵀN₀(u_j−ū), the key gate s⟨q̄, k_j⟩, and query-only terms, which softmax
     ignores. C_q ∝ Σ_i (u_i−ū)(u_i−ū)ᵀ and C_k ∝ Σ_ij p_ij (u_j−m_i)(u_j−m_i)ᵀ, where m_i = Σ_j p_ij u_j and p is the
     head's own attention. If queries and keys are independent, the trace is proportional to the variance of the logits'
-    error under p, and therefore, to second order, to the KL divergence. The part no-key needs only ū.
+    error under p, and therefore, to second order, to the KL divergence. The part `no-key` needs only ū.
     """
 
     def __init__(self, part: int, how: int = FITTED) -> None:
@@ -483,7 +483,7 @@ class NearestFit:
         self.seen = self.seen + ((apart * weight.sum(-2)[..., None]).mT @ apart - mean.mT @ mean).sum(0)
 
     def solve(self) -> dict[str, Tensor]:
-        """Return the swapped heads' parameters: centre ū and, unless the part is no-key, also factor, signs and gate.
+        """Return the swapped heads' parameters: centre ū and, unless the part is `no-key`, also factor, signs and gate.
 
         N = F diag(signs) Fᵀ, where `factor` is F, (heads, 2·head_dim, r), and `signs` are ±1 (0 beyond the rank of a
         head).
@@ -515,8 +515,8 @@ def nearest_call(
 ) -> Call:
     """Return a call with scores s(x_iᵀ diag(signs) x_j + g_i + g_j), where x = Fᵀ(u−ū) and g = ⟨gate, u−ū⟩.
 
-    Under no-skew, g_i is omitted, because softmax ignores g_i; under no-key, the scores are s⟨q_i−q̄, k_j⟩. Raises
-    UsageError if nothing is fitted, and in the cases of `NearestFit.update`.
+    For the part `no-skew`, g_i is omitted, because softmax ignores g_i; for `no-key`, the scores are s⟨q_i−q̄, k_j⟩.
+    Raises UsageError if nothing is fitted, and in the cases of `NearestFit.update`.
     """
     if centre is None:
         raise UsageError("Kernel `nearest` must be fitted before use.", "Let attnlens.swap_kernel fit the kernel.")
@@ -536,7 +536,7 @@ def nearest_call(
 
 
 def _nearest_dot(query: Query, key: Key, scale: float, *, how: int, **_more: object) -> tuple[Query, Key, float]:
-    """Return the arguments unchanged for the oracle; raise UsageError for the fitted form, which mixes q and k."""
+    """Return the arguments unchanged if `how` is ORACLE; raise UsageError for a fitted form, which mixes q and k."""
     if how == ORACLE:
         return query, key, scale
     problem = "nearest computes each score from the query and key of both tokens, but got one query and one key."
@@ -569,7 +569,7 @@ def _nearest_dot(query: Query, key: Key, scale: float, *, how: int, **_more: obj
     needs_fit=True,
     trainable=("factor", "gate"),
     caution="nearest needs the query and the key of every token, so the model must run without a key-value cache; "
-    "symmetric and no-skew give the same attention because softmax cancels a gate on queries.",
+    "the parts `symmetric` and `no-skew` give the same attention, because softmax cancels a gate on queries.",
     oracle=lambda part, how: TIES_OF[part] if how == ORACLE else None,
 )
 def nearest(score: Float[Tensor, "*scores"], **_form: object) -> Float[Tensor, "*scores"]:

@@ -47,10 +47,10 @@ def own_attention(call: Call) -> Matrix:
 
 
 def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim"]) -> Matrix:
-    """Compute a logit error's squared effect on the output, a_ij² (v_j − ō_i)ᵀG(v_j − ō_i), where ō_i = Σ_j a_ij v_j.
+    """Compute the squared effect on the output of a unit error in each logit: a_ij² (v_j − ō_i)ᵀG(v_j − ō_i).
 
-    To first order, errors δ_ij of the logits change output i by Σ_j a_ij δ_ij (v_j − ō_i). `metric` contains G of each
-    head, such as W_OᵀW_O. Queries that see fewer than two keys get zeros.
+    To first order, errors δ_ij of the logits change output i by Σ_j a_ij δ_ij (v_j − ō_i), where ō_i = Σ_j a_ij v_j.
+    `metric` contains G of each head, such as W_OᵀW_O. Queries that see fewer than two keys get zeros.
     """
     attention = own_attention(call)
     value, metric = call.paired_value.double(), metric.double().to(attention.device)

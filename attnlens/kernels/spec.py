@@ -107,7 +107,10 @@ class Kernel:
         return self.info.reads and not self.info.hard and self.tie not in ("mercer", "negativeless")
 
     def prepare_call(self, call: Call) -> tuple[Call, Kernel]:
-        """Return an equivalent call and the exponential kernel, tie and filter kept, or else `call` and this kernel."""
+        """Return an equivalent call and the exponential kernel with this tie and filter.
+
+        If the kernel has no `prepare`, or `prepare` gives None, return `call` and this kernel.
+        """
         if not self.oracle:
             prepared = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
             if prepared is None:

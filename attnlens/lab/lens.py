@@ -54,7 +54,7 @@ class Lens:
 
     @property
     def report(self) -> Report:
-        """Report of the last `inspect` call without options; if there was none, of the first (made if needed)."""
+        """Report of the last `inspect` call without options; if there was none, of the first call (made if needed)."""
         return self.inspect() if self._report is None else self._report
 
     @property

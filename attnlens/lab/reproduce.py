@@ -68,8 +68,9 @@ def reproduce(
 
     Language models are trained on the `text` files (default: the King James text), translators on `pairs` (default: a
     built-in reversal task), classifiers on `series` and `labelled`. At scale `paper`, the defaults are WikiText-103 and
-    IWSLT'14. Raises UsageError, TextError for data that cannot be used or fetched, OutputError if `work` cannot be
-    written and, if `claims` is interrupted, Interrupted with the finished experiments.
+    IWSLT'14. Raises UsageError, TextError for data that cannot be used or fetched, ModelError if a model cannot be
+    trained, OutputError if `work` or `save` cannot be written and, if `claims` is interrupted, Interrupted with the
+    finished experiments.
     """
     switch("quick", quick)
     if checked_table(table) != CLAIMS:
@@ -89,9 +90,9 @@ def converge_synthetic(
 ) -> Report:
     """Run experiments of Tarzanagh et al. 2023 and Li et al. 2024 on one-layer attention f(X, z) = h(Xᵀ softmax(XWz)).
 
-    `experiments` are names (default: all). An experiment is compared with published values if only the seed or the
-    number of trials differs from the defaults, and there are at least as many trials as in `reproduce claims --quick`.
-    Raises UsageError for invalid values and, if interrupted, Interrupted with the finished experiments.
+    `experiments` are names (default: all). An experiment is compared with published values if no option but the seed
+    and the number of trials differs from its default, and there are at least as many trials as in `reproduce claims
+    --quick`. Raises UsageError for invalid values and, if interrupted, Interrupted with the finished experiments.
     """
     full = SyntheticRequest(**{"experiments": experiments} | request.explicit())
     rows = [lambda name=name: [EXPERIMENTS[name].run(full.overrides(), quick, progress)] for name in full.chosen]
@@ -151,11 +152,12 @@ def converge_head(
 ) -> Report:
     """Train attention by normalised gradient descent to select the tokens that one head of a model selects.
 
-    `head` is (layer, head), or `3.7`. The first experiment trains from zero and from the head's own M, with steps of
-    length lr · ‖W_mm‖ (K and Q: lr · √‖W_mm‖), where W_mm is the SVM that selects the same tokens. The report contains
-    the correlation of W with W_mm, the share of queries that keep their selection, and ‖W‖/‖W_mm‖. The second
-    experiment multiplies the head's logits by c, and measures how fast the softmax approaches hard selection. Raises
-    ModelError, TextError, and UsageError for invalid options and for a head whose problem has no solution.
+    `head` is (layer, head), or `3.7`. The first experiment trains from zero (K and Q: from small random factors) and
+    from the head's own M, with steps of length lr · ‖W_mm‖ (K and Q: lr · √‖W_mm‖), where W_mm is the SVM that selects
+    the same tokens. The report contains the correlation of W with W_mm, the share of queries that keep their selection,
+    and ‖W‖/‖W_mm‖. The second experiment multiplies the head's logits by c, and measures how fast the softmax
+    approaches hard selection. Raises ModelError, TextError, and UsageError for invalid options and for a head whose
+    problem has no solution.
     """
     checked_name("parameterisation", parameterisation, ("W", "KQ"))
     options = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}

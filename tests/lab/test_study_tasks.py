@@ -274,7 +274,7 @@ BAD_SERIES = [  # refusal, cases, header
     ("case 2 lacks a class label", [UP, "1,2:3,4:", DOWN], HEADER),
     ("a single label: up", [UP] * 4, DATA),
     ("a single case with label down", [UP, UP, DOWN], DATA),
-    ("label down, which is missing in bad.ts", [case(3, "left"), case(3, "right")] * 3, DATA),
+    ("label down, which is missing from bad.ts", [case(3, "left"), case(3, "right")] * 3, DATA),
     ("no cases below its @data line", [UP], ""),
     ("no cases below its @data line", [], DATA),
     ("time stamps", [UP], "@timeStamps true\n@data\n"),
@@ -302,7 +302,7 @@ def test_labelled_texts_are_split_by_class_without_repeats(tmp_path):
     for content, says in (
         ("a\tx\nb\tx\n", "a single label: x"),
         ("text\tlabel\n", "no text below its header"),
-        ("a\tx\nb\tx\nc\tx\nd\ty\n", "1 text.s. with label y"),
+        ("a\tx\nb\tx\nc\tx\nd\ty\n", "1 text with label y"),
         ("a\tx\nb\n", "expected 2 non-empty tab-separated columns; first wrong line: 2 "),
     ):
         path.write_text(content)

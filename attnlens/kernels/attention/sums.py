@@ -153,7 +153,8 @@ def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
 def find_reach(call: Call) -> Reach | None:
     """Return the keys that each query sums over.
 
-    None if the mask hides anything but padding and later keys, or if causal queries and keys differ in number.
+    None if the mask hides anything but padding and later keys, or if attention is causal but queries and keys differ in
+    number.
     """
     seen = call.allowed
     queries, keys = call.query.shape[2], call.key.shape[2]

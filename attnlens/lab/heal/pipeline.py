@@ -244,7 +244,7 @@ def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]
 
 
 def cut_parts(fed: Sequence[Fed], size: int | None) -> tuple[list[Fed], int]:
-    """Cut batches into parts of at most `size` sequences (None: whole batches); also return the parts per step."""
+    """Return the batches cut into parts of at most `size` sequences (None: uncut), and the number of parts per step."""
     whole = texts.sequences_in(fed[0].inputs)
     if size is None or size >= whole:
         return list(fed), -(-(size or whole) // whole)

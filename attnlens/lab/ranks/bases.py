@@ -154,7 +154,7 @@ def fit_forms(
 
 
 def _check_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, ...]:
-    """Return the key heads that these query heads read; raise UsageError if other query heads read them too."""
+    """Return the key heads that the query heads `heads` read; raise UsageError if other query heads also read them."""
     kv_heads = tuple(sorted({head // group for head in heads}))
     sharing = [head for kv_head in kv_heads for head in range(kv_head * group, (kv_head + 1) * group)]
     if list(heads) != sharing:

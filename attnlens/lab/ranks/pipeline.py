@@ -71,7 +71,10 @@ class RankSearch:
     chosen: Callable[[Plan], None] | None = None  # receives the plan before its rise is measured on the evaluated text
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
-        """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss."""
+        """Cut the calibration text, and return its parts.
+
+        Raises UsageError if the model has no loss, and the errors of `cut_samples`.
+        """
         if session.task not in ("causal", "masked", "seq2seq"):
             reason = f"has {HEADLESS}" if session.task == "hidden" else "can only be compared with its own predictions"
             problem = f"A loss budget cannot be applied: this model {reason}."

@@ -212,7 +212,7 @@ class Choice:
     estimated: Rise | None = None  # rise on the text used to choose the ranks; None if they were given
     promised: Rise | None = None  # rise on text not used to fit or choose; None: ranks given, or loss not finite
     steps: list[PlanStep] = field(default_factory=list)  # the measured nested plans, from large to small ranks
-    reason: str | None = None  # why no rank could be reduced; None if one was
+    reason: str | None = None  # why a search reduced no rank; None otherwise
     forms: list[FormTried] = field(default_factory=list)  # the compared forms of latents, at half of full rank
     held_out: bool = False  # True if each text was measured with maps fitted to the other texts
 
@@ -301,8 +301,8 @@ class BudgetSearch(SwapSetup):
     def _search_steps(self, trial: Trial, budget: float) -> tuple[int, dict[int, PlanStep]]:
         """Find the last tried step whose rise plus margin is within the budget.
 
-        Return its number (0: none), and all tried steps with a finite rise by number. The search is a bisection of at
-        most TRIES trials, guided by the predicted rise.
+        Return the step's number (0: none) and, keyed by number, all tried steps with a finite rise. The search is a
+        bisection of at most TRIES trials, guided by the predicted rise.
         """
         loss = trial.original.mean
         no_rise = Rise(share=0.0, sequences=len(trial.original.means), over=trial.original.design.over)

@@ -21,6 +21,7 @@ from attnlens.files import read_bytes, read_stream, with_home
 from attnlens.lab.study.examples import SPECIALS, Cases, StudyTask
 from attnlens.models import texts
 from attnlens.models.loading.building import DOWNLOADING, silence_logging
+from attnlens.wording import format_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +53,10 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
 
 
 def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[Rows, dict[str, str]]:
-    """Read lines with equal numbers of tab-separated columns, one of `columns`; also return {file name: SHA-256}."""
+    """Read lines of tab-separated columns; `columns` lists the allowed numbers of columns, which all lines must share.
+
+    Return the rows, and the SHA-256 of the file by its name.
+    """
     text, digest = read_whole(path, remedy)
     # not splitlines, which would also split at characters that can occur inside sentences
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
@@ -217,7 +221,8 @@ def pair_rows(
 ) -> StudyTask:
     """Build a translation task from (source, target) rows already split into parts.
 
-    Pairs with a side longer than the scale's `length`, and training pairs that are also held out, are left out.
+    Pairs with a side of at least the scale's `length` tokens, which leaves no room for END, and training pairs that are
+    also held out, are left out.
     """
     tokenizer = train_byte_pairs(chain.from_iterable(parts["training"]), scale.vocabulary, SPECIALS)
     short = {}
@@ -232,7 +237,7 @@ def pair_rows(
     chosen["training"] = [pair for pair in short["training"] if pair not in held_out]
     for part, pairs in chosen.items():
         if not pairs:
-            problem = f"{name}: the {part} part has no usable pair with at most {scale.length} tokens per side."
+            problem = f"{name}: the {part} part has no usable pair with fewer than {scale.length} tokens per side."
             raise TextError(problem, "Give more pairs, or shorter ones.")
     return StudyTask(
         name=name,
@@ -253,8 +258,9 @@ def pair_rows(
 def load_labelled(path: str | Path, scale: Scale) -> StudyTask:
     """Read a classification task from lines `text TAB label`, after an optional header.
 
-    Repeated texts are omitted even if their labels differ, so no text is in two parts. The texts of each class are
-    split in file order: 80 % training, 10 % validation, 10 % test. Texts are cut to the scale's `length`.
+    If a text occurs more than once, only its first occurrence is kept, even if the labels differ, so no text is in two
+    parts. The texts of each class are split in file order: 80 % training, 10 % validation, 10 % test. Texts are cut to
+    the scale's `length`.
     """
     remedy = "Give a UTF-8 file with one text and its label per line, separated by a tab."
     rows, files = read_rows(path, (2,), remedy)
@@ -305,7 +311,8 @@ def _split_by_class(path: str, labels: Sequence[str], classes: Sequence[str]) ->
     for name in classes:
         of_class = [number for number, label in enumerate(labels) if label == name]
         if len(of_class) < len(PARTS):
-            problem = f"{path} has {len(of_class)} text(s) with label {name}, too few for training and evaluation."
+            found = format_count(len(of_class), "text")
+            problem = f"{path} has {found} with label {name}, too few for training and evaluation."
             raise TextError(problem, "Give at least ten texts per label.")
         for part, (chosen,) in blocks(len(of_class), stretches=1, share=0.1).items():
             parts[part] += of_class[chosen.start : chosen.stop]
@@ -376,7 +383,7 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
     listed = [label for label in header.get("@classlabel", "").split()[1:] if label in labels]
     classes = list(dict.fromkeys([*listed, *sorted(set(labels))]))  # in the order of the header, then sorted
     if unknown := sorted({label for _, label in second} - set(classes)):
-        raise TextError(f"{second_name} has the label {unknown[0]}, which is missing in {first_name}.", REMEDY)
+        raise TextError(f"{second_name} has the label {unknown[0]}, which is missing from {first_name}.", REMEDY)
     if digest == test_digest:
         raise TextError(f"The training and test files have the same content ({first_name}).", "Give another test file.")
     validation: list[int] = []

@@ -297,7 +297,8 @@ def _measure(query_keys: Iterable[QueryKey]) -> dict[str, Tensor]:
 def _measure_selection(modules: Sequence[KernelAttention], tokens: Sequence[Sequence[QueryKey]]) -> dict[str, Tensor]:
     """Compute each head's share of decided queries, and the cosine of M with the SVM that selects the same tokens.
 
-    A cosine is NaN if the SVM has no solution. Cosines are computed only for kernels of an inner product without a tie.
+    A cosine is NaN if the SVM has no solution. Cosines are computed only for kernels of an inner product without a tie
+    or a position bias.
     """
     decided, cosines = list[float](), list[float]()
     for module, *query_keys in zip(modules, *tokens, strict=True):
