@@ -197,7 +197,9 @@ MODEL = argument(
 )
 WINDOWS_CSV = output("--windows-csv", "Write the values of each window as CSV: one row per window, kernel and stage.")
 TABLE = option("--table", bool, "Print all tables in addition to the findings.", panel=OUTPUT)
-STRICT = option("--strict", bool, "Exit with code 3 if anything requested was left out.")
+STRICT = option(
+    "--strict", bool, "Exit with code 3 if anything requested was left out, or if stored tensors are unused."
+)
 MARKDOWN = output("--markdown", "Write the summary as Markdown.")
 DEBUG = option("--debug", bool, "Show the traceback of an error.", panel=OUTPUT)
 JSON = output("--json", "Write the report as JSON; `-` writes to stdout.")
@@ -205,8 +207,8 @@ QUIET = option("-q --quiet", bool, "Do not print results or progress.", panel=OU
 REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print progress.", panel=OUTPUT) | DEBUG
 """Options of every command that makes a report."""
 FIGURE = (
-    "Draw a `.png`, `.svg` or `.pdf` (--bare: without titles). The file shows the overview or, if it is named after a "
-    "measure (`symmetry.pdf`), only that measure; a folder gets every picture. Each caption is written to FILE.txt."
+    "Draw a `.png`, `.svg` or `.pdf` (--bare: without titles). DIR gets every picture. FILE shows the overview or, if "
+    "named like another picture (in inspect, e.g. `symmetry.pdf`), that picture. Captions are written to FILE.txt."
 )
 BARE = "Draw --figure for a paper: 8-point text, 3.4 or 7 inches wide, without a title or notes."
 VERBOSE = "Also show settings, versions, timings, memory use and notes; swaps and experiments also show more tables."

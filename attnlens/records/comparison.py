@@ -151,14 +151,14 @@ class ConfigChange(Record):
 
 
 class TensorChanges(Record):
-    """Names of the tensors that differ between the models or are missing in one of them."""
+    """Names of the tensors that differ between the models or are missing from one of them."""
 
     total: Count  # Number of tensors that both models have
     differ: list[str] = []  # Tensors with different values
     missing: list[str] = []  # Tensors of the first model that the second lacks
     extra: list[str] = []  # Tensors of the second model that the first lacks
     types: tuple[str, str] | None = None
-    """Quantisation, or coarsest number type that represents the weights, of each model; None if they are equal."""
+    """Each model's quantisation or, if none, the coarsest number type that represents its weights; None if equal."""
 
     @property
     def identical(self) -> bool:
@@ -203,7 +203,7 @@ class Comparison(Record):
 
 
 def heads_with_changes(comparison: Comparison, heads: Sequence[Head]) -> list[Head]:
-    """Return the compared heads, with the changes (`change.tokens.entropy`) and their partners' values as measures."""
+    """Return the compared heads. Their measures are the changes (`change.tokens.entropy`) and the partners' values."""
     changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
     for row in comparison.rows:
         name = row.measure if row.measure.startswith(DISTANCE) else f"{CHANGE}{row.measure}"

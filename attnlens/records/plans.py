@@ -101,8 +101,8 @@ class Plan(Record):
     forms: list[FormTried] = []  # Forms compared on the calibration text; empty if the form was requested
     held_out: bool = False  # True if `estimated` and `promised` use text to which the latents' maps were not fitted
     ranks: list[KeyRank] = Field(min_length=1)
-    mean_rank: Number  # Numbers kept of each key, mean over query heads
-    head_dim: Number  # Numbers of each key in the original model, mean over query heads
+    mean_rank: Number  # Number of values kept per key, mean over query heads
+    head_dim: Number  # Number of values per key in the original model, mean over query heads
     estimated: Rise | None = None  # Rise on the text used to choose the plan (biased); None for given ranks
     promised: Rise | None  # Rise on text not used to fit or choose; None if the model diverged or ranks were given
     measured: Rise | None  # Rise on the evaluation text; None if the model diverged on it, or was not evaluated

@@ -91,7 +91,7 @@ class ModelInfo(Record):
 
     @property
     def title(self) -> str:
-        """Model name for a heading, followed by the name of its adapter."""
+        """Model name for a heading, followed by the adapter's name if there is an adapter."""
         return " + ".join(model_name(part.id) for part in (self, self.adapter) if part is not None)
 
 

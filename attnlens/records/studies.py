@@ -95,7 +95,7 @@ class Experiment(Record):
         return next((curve for curve in self.curves.values() if curve.null_of == name), None)
 
     def judge(self) -> Experiment:
-        """Return a copy of the experiment with `passed` set: True if all tested figures meet their reference."""
+        """Return a copy of the experiment with `passed`: True if all tested figures agree; None if none is tested."""
         verdicts = [met for figure in self.published or {} if (met := self.meets(figure)) is not None]
         return self.model_copy(update={"passed": all(verdicts) if verdicts else None})
 

@@ -57,7 +57,7 @@ def files(request: Feeding) -> list[str]:
     if request.pairs is None:
         return list(request.text)
     if request.text:
-        raise UsageError("text and pairs cannot be combined.", "Give only one of them.")
+        raise UsageError("`text` and `pairs` cannot be combined.", "Give only one of them.")
     return [request.pairs]
 
 

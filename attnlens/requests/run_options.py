@@ -138,7 +138,7 @@ class CheckRequest(Request):
     rules: fields.FilePlace = option(
         'TOML file with rules in a table `[check]`, e.g. `"tokens.entropy" = ["min > 0.05"]`.',
         metavar="FILE",
-        shown="attnlens.toml, or [tool.attnlens.check] of pyproject.toml",
+        shown="attnlens.toml, or [tool.attnlens.check] in pyproject.toml",
         call_only="read",
     )
     rule: Words = option(
@@ -169,13 +169,13 @@ class CheckRequest(Request):
         "Largest allowed absolute deviation of a head's value from the baseline. A head fails only if its deviation "
         "exceeds both --absolute and --relative.",
         metavar="NUMBER",
-        shown="--relative times the measure's range",
+        shown="--relative times the measure's range; 0 if the range is unbounded",
     )
     fdr: float = baseline_option(
-        "Maximum expected share of false alarms (Benjamini–Hochberg): a head with standard errors fails only if its "
-        "deviation is also significant at this rate.",
+        "Maximum expected share of false alarms among the heads that fail (Benjamini–Hochberg). A head with standard "
+        "errors fails only if its deviation is also significant at this rate.",
         FDR,
-        metavar="SHARE",
+        metavar="RATE",
     )
 
 
@@ -303,7 +303,7 @@ class InspectRequest(WorkRequest, SeriesRequest):
 
     device: fields.Device = device_option(
         "Device for the model: `auto`, `cpu`, `cuda`, `cuda:1` or `mps`; `spread`: distribute the model over all GPUs, "
-        "CPU memory and disk; `files`: read one layer at a time (with --source weights)."
+        "CPU memory and disk; `files`: read the weights one layer at a time (with --source weights)."
     )
     show: Literal["selection", "attention"] | None = option(
         "`selection`: print selected tokens and support vectors (with --head). `attention`: draw the first "

@@ -138,9 +138,9 @@ class RanksRequest(KeptRequest, KernelRequest):
     )
     latents: LatentForm | None = option(
         "Form of the compressed keys (latents): `group=N|all` (key heads per latent), `rotation=before|after` (keys "
-        "before or after RoPE), `metric=attention|output` (weighting of errors in scores; `attention`: half by "
-        "attention, half evenly; `output`: half as with `attention`, half by their effect on the predictions); join "
-        "with commas.",
+        "before or after RoPE), `metric=attention|output` (weights of the scores' errors; `attention`: mean of the "
+        "attention weights and equal weights; `output`: mean of those weights and of the errors' effects on the "
+        "predictions); join with commas.",
         metavar="FORM",
         shown="the best form on calibration text",
     )
@@ -162,8 +162,8 @@ class HealRequest(KeptRequest, KernelRequest):
         shown=str(STEPS),
     )
     learn: HealingGoal = option(
-        "Goal of training: imitate the original model's predictions (`teacher`), or predict the text's tokens (`text`; "
-        "in masked models the masked tokens, in others the next ones).",
+        "Imitate the original (`teacher`) or predict the text (`text`). With `text`, masked models learn to predict "
+        "the masked tokens, and other models the next token.",
         "teacher",
         metavar="GOAL",
         noun="--learn",
@@ -181,7 +181,7 @@ class HealRequest(KeptRequest, KernelRequest):
     checkpointing: bool = keyword("Recompute activations in the backward pass, to save memory.", False)
     eta: float | None = keyword(
         f"Weight of the KSVD regulariser of the kernel `primal` (default: {ETA}, as in the published code for language "
-        "modelling; 0.01 for Long Range Arena).",
+        "modelling, which uses 0.01 for Long Range Arena).",
         least=0,
     )
     ksvd_convention: Convention = keyword("KSVD objective: as in the `paper`, or as in its published `code`.", "paper")
@@ -201,8 +201,8 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
             raise UsageError(f"--save accepts a single kernel, not {len(kernels)}.", "Give one --kernel.")
         for name in ("shard", "jobs", "engine"):
             if getattr(request, name) not in (None, 1, "local"):
-                problem = f"save requires all units to be computed in this process, which {name} prevents."
-                raise UsageError(problem, f"Leave out either {name} or save.")
+                problem = f"`save` requires all units to be computed in this process, which `{name}` prevents."
+                raise UsageError(problem, f"Leave out either `{name}` or `save`.")
     for kernel in kernels if request.sweep == "heads" else ():
         if kernel.shares_latents:
             problem = f"With {kernel.spelling}, key heads share a latent, so heads cannot be swapped individually."
@@ -233,7 +233,7 @@ def heal_kernels(
     (new,) = kernels = _parse_kernels(spellings, request)
     if new.oracle:
         problem = f"{new.spelling} can't be healed: this kernel decomposes the evaluated text's own logits."
-        raise UsageError(problem, "Omit oracle: only the fitted form can be trained.")
+        raise UsageError(problem, "Omit `oracle`: only the fitted form can be trained.")
     if not new.has_gradient:
         problem = f"{new.spelling} can't be healed: its attention weights are not differentiable."
         raise UsageError(problem, "Measure its effect without training: attnlens swap-kernel.")
@@ -258,7 +258,8 @@ def _parse_kernels(spellings: Sequence[str], request: KernelRequest) -> list[Ker
     files = {"text": request.text, "calibration": request.calibration, "prompts": [request.prompts]}
     reading = [name for name, paths in files.items() if "-" in paths]
     if len(reading) > 1:
-        raise UsageError(f"Only one of {', '.join(reading)} can read stdin.", "Give files for the others.")
+        names = " and ".join(f"`{name}`" for name in reading)
+        raise UsageError(f"Only one of {names} can read stdin.", "Give files for the others.")
     if request.prompts is not None and not request.generate:
         raise UsageError("prompts have no effect with generate=0.", "Omit prompts, or set generate to at least 1.")
     if request.save is not None:
@@ -278,10 +279,10 @@ def _parse_kernels(spellings: Sequence[str], request: KernelRequest) -> list[Ker
             raise UsageError(f"{kernel.info.name} has no free parameters to fit.", remedy)
         if kernel.oracle:
             problem = f"{kernel.spelling} can't be fitted: this kernel decomposes the evaluated text's own logits."
-            raise UsageError(problem, "Leave out --fit, or oracle.")
+            raise UsageError(problem, "Leave out --fit, or `oracle`.")
         if kernel.tie is not None:
-            problem = f"{kernel.spelling} can't be fitted: with {kernel.tie}, the logits are not those of the head."
-            raise UsageError(problem, f"Leave out --fit, or {kernel.tie}.")
+            problem = f"{kernel.spelling} can't be fitted, because the tie `{kernel.tie}` changes the head's logits."
+            raise UsageError(problem, f"Leave out --fit, or the tie `{kernel.tie}`.")
     return kernels
 
 
@@ -289,7 +290,10 @@ R = TypeVar("R", RanksRequest, HealRequest)
 
 
 def _read_plan(request: R) -> tuple[Plan | None, R]:
-    """Return the plan of --ranks (or None), and the request with the plan's layers, heads and part added."""
+    """Return the plan of --ranks (or None), and the request with the plan's layers, heads and part added.
+
+    Raise UsageError if the plan can't be read, or if the request sets an option that the plan determines.
+    """
     from attnlens.records import Plan, read_plan
 
     ranks = request.ranks

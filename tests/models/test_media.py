@@ -328,7 +328,7 @@ def test_pairs_are_joined_by_the_tokenizer_with_their_types(tmp_path):
     report = attnlens.inspect(model, pairs=file, analyzers=["spectrum"])
     assert (report.settings.windows, report.settings.pack) == (2, False)
     plain.write_text("a b\n")
-    refused(UsageError, "text and pairs cannot be combined", model, pairs=file, text=[plain])
+    refused(UsageError, "`text` and `pairs` cannot be combined", model, pairs=file, text=[plain])
     refused(UsageError, "A file of text pairs cannot be combined with other texts", model, text=[plain, file])
     for line in ("no tab at all", "a\tb\tc", "\tb", "a\t "):
         file.write_text(f"a\tb\n{line}\n")

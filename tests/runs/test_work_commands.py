@@ -697,7 +697,7 @@ def test_what_prevents_the_work_is_named_before_the_model_is_loaded(demo, monkey
             refused(UsageError, partial(call, demo, **{name: value}), "in memory", name)
         if name in ("jobs", "shard", "engine"):
             save = partial(attnlens.swap_kernel, "demo", "rbf", save=tmp_path / "m", **{name: value})
-            refused(UsageError, save, f"in this process, which {name} prevents")
+            refused(UsageError, save, f"in this process, which `{name}` prevents")
 
 
 def test_the_program_refuses_in_two_lines_with_exit_code_2(monkeypatch, tmp_path):

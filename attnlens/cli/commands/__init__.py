@@ -1,4 +1,4 @@
-"""The commands: each one parses its options, calls one function, and delivers its report."""
+"""The commands: each one parses its options, calls one function, and delivers the result."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from attnlens.errors import UsageError
 app = typer.Typer(
     name="attnlens",
     help="Analyse the attention of pretrained transformers as kernel machines.",
-    epilog="Exit codes: 0 success · 1 a check failed · 2 invalid arguments or input, or attention differs or can't be "
-    "verified (doctor) · 3 incomplete (with --strict) · 70 internal error · 130 interrupted (finished work is kept) "
-    "· 141 output pipe closed.",
+    epilog="Exit codes: 0 success · 1 a check failed · 2 invalid arguments or input, or failed verification of "
+    "attention, a backend or a mask · 3 incomplete (with --strict) · 70 internal error · 130 interrupted (finished "
+    "work is kept) · 141 output pipe closed.",
     invoke_without_command=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,

@@ -101,7 +101,7 @@ def check(context: typer.Context) -> None:
 
 
 def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, names: list[str]) -> None:
-    """Raise UsageError for options that have no effect; for example, a report ignores options that load a model."""
+    """Raise UsageError for arguments and options without effect; e.g. a report ignores options that load a model."""
     for first, second, missing in (
         ("MODEL", "--recompute", model and not request.recompute),
         ("--recompute", "MODEL", request.recompute and not model),
@@ -137,7 +137,10 @@ def _load_rules(request: CheckRequest) -> list[Rule]:
 
 
 def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
-    """Return the baseline to compare with; None if --baseline is missing or --update-baseline is given."""
+    """Return the baseline to compare with; None if --baseline is missing or --update-baseline is given.
+
+    Raise UsageError if the baseline can't be read, or if it is the report itself.
+    """
     from attnlens.records import read_baseline
 
     if request.baseline is None:
@@ -151,7 +154,7 @@ def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
 
 
 def _add_inputs(subject: str, request: CheckRequest, inputs: dict[str, str], rules: list[Rule]) -> None:
-    """Add report, rules and baseline to `inputs`. Raise AttnlensError if the new baseline would replace an input."""
+    """Add report, rules and baseline to `inputs`. Raise AttnlensError if a new baseline can't be saved."""
     for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
         inputs.setdefault(os.path.realpath(name), what)
     if request.baseline is not None:

@@ -72,14 +72,16 @@ UNUSED = ("batch_size", "placement", "intervals", "allow_foreign_text")  # Optio
 
 
 JUNIT = opt.output("--junit", "Write a JUnit XML file with one test case per site, backend and mask.")
+STRICT = opt.option("--strict", bool, "Exit with code 3 if anything requested was not checked.")
 
 
 @opt.with_options(
-    opt.MODEL | JUNIT | opt.STRICT, opt.parameters(DoctorRequest, without=UNUSED), opt.TABLE | opt.REPORT_OPTIONS
+    opt.MODEL | JUNIT | STRICT, opt.parameters(DoctorRequest, without=UNUSED), opt.TABLE | opt.REPORT_OPTIONS
 )
 def doctor(context: typer.Context) -> None:
     """Verify that attnlens reads a model's attention exactly, that the model's attention backends agree, and that its
-    masks are correct; exit 2 if anything differs or can't be verified."""
+    masks are correct. Exit 2 if anything is wrong or nothing could be verified; with --strict, exit 3 if a part was not
+    checked."""
     params = context.params
     request, name = opt.build(DoctorRequest, params), named_model(params)
     report = run_command(

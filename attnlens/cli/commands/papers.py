@@ -34,7 +34,7 @@ CONVERGE_KINDS: dict[str, set[str]] = {  # Options of each kind of run, in addit
 TRAINED = "Checkpoints and heads"
 MODELS = opt.argument(
     "models",
-    "With --head or --revisions: one model. With --checkpoints: folders, files, hub ids or `demo`. "
+    "With --checkpoints: folders, files, hub ids or `demo`; otherwise, with --head or --revisions: one model. "
     "If MODEL and these options are omitted, the synthetic experiments run.",
     list[str] | None,
     "MODEL",
@@ -44,8 +44,8 @@ CHOICES = {
     **opt.option(
         "--checkpoints",
         bool,
-        "Follow every head through the checkpoints given as MODEL, e.g. `converge a b c --checkpoints`. Default: "
-        "the checkpoints of `demo`.",
+        "Follow every head through the checkpoints given as MODEL, e.g. `converge a b c --checkpoints`. If MODEL "
+        "is omitted, the checkpoints of `demo` are used.",
         panel=TRAINED,
     ),
     **opt.option(
