@@ -74,7 +74,9 @@ def reproduce(
     switch("quick", quick)
     if checked_table(table) != CLAIMS:
         if quick:
-            raise UsageError("quick applies only to `claims`.", "Omit quick: the default scale, tiny, is the fastest.")
+            raise UsageError(
+                "`quick` applies only to `claims`.", "Omit `quick`: the default scale, `tiny`, is the fastest."
+            )
         return train_table(table, request, progress)
     if unused := request.explicit().keys() - {"seed"}:
         problem = f"`claims` accepts only the option seed, not {', '.join(sorted(unused))}."

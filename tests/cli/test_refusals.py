@@ -65,7 +65,7 @@ REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("inspect --head 1.2 --show selection --analyzer spectrum", ("--analyzer selection",)),
     *((f"inspect --source weights {words}", ("cannot be computed from source=weights",)) for words in
       ("--head 1.2 --show selection", "--analyzer selection")),
-    (f"inspect --source weights --text {DEMO}/text.txt", ("text would be ignored",)),
+    (f"inspect --source weights --text {DEMO}/text.txt", ("`text` would be ignored",)),
     ("inspect --source weights --windows-csv w.csv", ("does not read windows",)),
     ("inspect --analyzer symetry", ("symetry", "Did you mean 'symmetry'")),
     ("inspect --source weight", ("Did you mean 'weights'",)),

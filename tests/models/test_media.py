@@ -309,7 +309,7 @@ def test_models_that_do_not_take_a_file_are_refused(sees, hears, tmp_path, capsy
         refused(ModelError, words, attnlens.load(bare), image=[path])
     with pytest.raises(UsageError, match="would use the same images or sounds as the evaluation"):
         attnlens.swap_kernel(sees, "rank:4", image=[path])
-    with pytest.raises(UsageError, match="image would be ignored"):
+    with pytest.raises(UsageError, match="`image` would be ignored"):
         attnlens.inspect(sees, image=[path], source="weights")
     assert exit_code(["inspect", "demo", "--image", path]) == 2
     assert "keyword of the function" in capsys.readouterr().err
@@ -328,7 +328,7 @@ def test_pairs_are_joined_by_the_tokenizer_with_their_types(tmp_path):
     report = attnlens.inspect(model, pairs=file, analyzers=["spectrum"])
     assert (report.settings.windows, report.settings.pack) == (2, False)
     plain.write_text("a b\n")
-    refused(UsageError, "text and pairs cannot be combined", model, pairs=file, text=[plain])
+    refused(UsageError, "`text` and `pairs` cannot be combined", model, pairs=file, text=[plain])
     refused(UsageError, "A file of text pairs cannot be combined with other texts", model, text=[plain, file])
     for line in ("no tab at all", "a\tb\tc", "\tb", "a\t "):
         file.write_text(f"a\tb\n{line}\n")

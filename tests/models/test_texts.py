@@ -378,7 +378,7 @@ ROWS = [{"id": 1, "text": "In the beginning\n", "content": 3}, {"id": 2, "text":
         ("a.txt", json.dumps(ROWS), "In the beginning\nthe earth\u2028was void\n"),
         ("a.json", '{"content": "alone"}', "alone\n"),
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "label": 1}', "its fields are: prompt, label"),
-        ("a.jsonl", '{"text": "a"}\n{"text": 3}', "not all its rows"),
+        ("a.jsonl", '{"text": "a"}\n{"text": 3}', "neither `text` nor `content` contains a string in every row"),
         ("a.jsonl", '{"text": "a"}\nprose', "is not JSON lines"),
         ("a.txt", "{braces} are prose\n[so are brackets]\n", None),
         ("a.txt", "[" * 100_000, None),

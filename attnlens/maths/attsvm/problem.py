@@ -287,9 +287,10 @@ def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[
     """Return the numbers in float64; raise UsageError if they are not real or not finite, or if the shape is wrong."""
     numbers = require_real(name, numbers)
     if numbers.ndim != axes or (axes > 1 and not numbers.shape[-1]):
+        needed = "1 dimension" if axes == 1 else f"{axes} dimensions, of which the last must not be empty"
         raise UsageError(
-            f"{name} has shape {tuple(numbers.shape)}, but needs {axes} dimensions, and the last must not be empty.",
-            f"Reshape {name} to {SHAPES.get(name, '(samples, tokens, d)' if axes == 3 else '(tokens, d)')}.",
+            f"`{name}` has shape {tuple(numbers.shape)}, but needs {needed}.",
+            f"Reshape `{name}` to {SHAPES.get(name, '(samples, tokens, d)' if axes == 3 else '(tokens, d)')}.",
         )
     if not numbers.isfinite().all():
         raise UsageError(f"The {name} contain NaN or Inf.", f"Check the code that computes the {name} for overflow.")
