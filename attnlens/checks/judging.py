@@ -15,7 +15,7 @@ from attnlens.checks.rule import Rule, Tolerance
 from attnlens.errors import UsageError
 from attnlens.files import format_value
 from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Record, Report
-from attnlens.wording import clean, join_items
+from attnlens.wording import clean, format_count, join_items
 
 EQUAL_SETTINGS = ("windows", "length", "pack", "placement", "seed", "select", "source")
 """Settings that a report and its baseline must share."""
@@ -197,7 +197,9 @@ def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
         number: float | None = getattr(source, field, None)
         numbers.append(abs(number) if rule.absolute and number is not None else number)
     if all(number is None for number in numbers):
-        why = f"{len(heads)} heads have no {column}" if heads else "no head of this report matches the rule's filters"
+        why = "no head of this report matches the rule's filters"
+        if heads:
+            why = f"{format_count(len(heads), 'head')} {'has' if len(heads) == 1 else 'have'} no {column}"
         reason = next((head.measures[name].reason for head in heads if name in head.measures), None)
         raise _no_match(rule, f"{why}{f', because {reason}' if reason else ''}")
     return list(zip(heads, numbers, strict=True))

@@ -50,7 +50,7 @@ def assert_attention(
     judged = attnlens.check(report, rules, baseline=baseline, allow_partial=allow_partial)
     failed = [describe_check(check, judged.model.layer_name) for check in judged.checks if not check.passed]
     if failed:
-        raise AssertionError("\n".join([f"{len(failed)} of {len(judged.checks)} checks failed:", *failed]))
+        raise AssertionError("\n".join([f"{len(failed)} of {len(judged.checks)} rules failed:", *failed]))
 
 
 @pytest.fixture(name="assert_attention", scope="session")

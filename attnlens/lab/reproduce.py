@@ -79,7 +79,7 @@ def reproduce(
             )
         return train_table(table, request, progress)
     if unused := request.explicit().keys() - {"seed"}:
-        problem = f"`claims` accepts only the option seed, not {', '.join(sorted(unused))}."
+        problem = f"`claims` accepts only the option `seed`, not {', '.join(sorted(unused))}."
         raise UsageError(problem, "Omit these options, or name a table of models.")
     return rerun_claims(request.seed, quick=quick, progress=progress)
 

@@ -177,7 +177,7 @@ def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None
     if texts.reads_text(loaded) or (not text and tokens is None):
         return
     inputs = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.required_inputs(loaded.model)))
-    problem = f"{loaded.info.id} takes {inputs} but no text, so text and length would be ignored."
+    problem = f"{loaded.info.id} takes {inputs} but no text, so --text, --calibration and --length would be ignored."
     raise UsageError(problem, "Leave out --text, --calibration and --length.")
 
 

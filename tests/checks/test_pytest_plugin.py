@@ -135,7 +135,7 @@ def test_the_plugin_gives_a_fixture_and_an_assertion_and_costs_nothing(place):
     env = environment_with(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTHONPATH=str(ROOT))
     run = subprocess.run([sys.executable, *words], cwd=place, env=env, capture_output=True, text=True, check=False)
     assert "1 failed, 3 passed" in run.stdout, run.stdout + run.stderr
-    assert "AssertionError: 1 of 2 checks failed:" in run.stdout
+    assert "AssertionError: 1 of 2 rules failed:" in run.stdout
     assert "tokens.entropy: found" in run.stdout
     assert "pytest_plugin.py" not in run.stdout.partition("short test summary")[0], "the test's own line is shown"
 
@@ -146,7 +146,7 @@ def test_what_rules_need_is_measured_once_for_each_set_of_options(demo, attentio
     monkeypatch.setattr(attnlens, "inspect", spy, raising=False)
     assert_attention(demo, {"weights.symmetry": ["value in -1..1"]})
     assert options == {"analyzers": ["symmetry"], "source": "weights"}
-    with pytest.raises(AssertionError, match="1 of 1 checks failed"):
+    with pytest.raises(AssertionError, match="1 of 1 rules failed"):
         assert_attention(demo, {"weights.symmetry": ["min > 0.99"]})
     monkeypatch.setattr(attnlens, "inspect", lambda *_, **options: object(), raising=False)
     report = attention_report("demo", windows=1)

@@ -83,7 +83,7 @@ REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
     (f"{KERNELS} rfb", ("Unknown kernel 'rfb'", "Did you mean 'rbf'")),
     (f"{KERNELS} rbf:gama=1", ("no parameter 'gama'",)),
     (f"{KERNELS} rbf:gamma=x", ("gamma must be a number",)),
-    (f"{KERNELS} polynomial:degree=3", ("odd degree", "allow_signed=True")),
+    (f"{KERNELS} polynomial:degree=3", ("odd `degree`", "allow_signed=True")),
     (f"{KERNELS} symmetric --fit", ("no free parameter",)),
     ("swap-kernel --part decder", ("Unknown part 'decder'", "Did you mean 'decoder'?")),
     ("swap-kernel --sweep head", ("Unknown sweep 'head'", "Did you mean 'heads'?")),

@@ -302,7 +302,7 @@ def test_labelled_texts_are_split_by_class_without_repeats(tmp_path):
     for content, says in (
         ("a\tx\nb\tx\n", "a single label: x"),
         ("text\tlabel\n", "no text below its header"),
-        ("a\tx\nb\tx\nc\tx\nd\ty\n", "1 text.s. with label y"),
+        ("a\tx\nb\tx\nc\tx\nd\ty\n", "1 text with label y"),
         ("a\tx\nb\n", "expected 2 non-empty tab-separated columns; first wrong line: 2 "),
     ):
         path.write_text(content)

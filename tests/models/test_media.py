@@ -247,7 +247,7 @@ def test_each_window_follows_the_next_image(tmp_path):
     files = tuple(picture(tmp_path / f"{shade}.png", shade) for shade in (0, 255))
     batches = texts.batches(model, [PROSE], texts.Cut(tokens=8, sequences=3, image=files))
     assert [batch.inputs["pixel_values"].mean().item() for batch in batches] == [-1.0, 1.0], "one sequence per file"
-    assert batches.notes == ("Each sequence uses one file, so that there are 2 sequences instead of 3.",)
+    assert batches.notes == ("Each sequence uses one file, so the number of sequences is 2 instead of 3.",)
     assert all(bool((batch.inputs["input_ids"][:, :16] == IMAGE).all()) for batch in batches)
     assert not batches.made_up
     assert texts.batches(model, [PROSE], texts.Cut(tokens=8, sequences=2, image=files)).notes == ()

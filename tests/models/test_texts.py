@@ -273,7 +273,7 @@ def test_unusable_lengths_and_tokenizers_are_refused():
         (UsageError, "at most 32 tokens", gpt2, PROSE, {"tokens": 33}),
         (UsageError, "special tokens need 2", bert, PROSE, {"tokens": 2}),
         (UsageError, "special tokens need 2", bert, PROSE, {"tokens": 2, "pack": False}),
-        (TextError, "has 1 tokens", gpt2, "a", {"tokens": 10}),
+        (TextError, "has 1 token,", gpt2, "a", {"tokens": 10}),
         (TextError, "has 9 tokens", gpt2, "abcdefghi", {"tokens": 10}),
         (TextError, "No line", gpt2, "a\nb\n", {"pack": False}),
         *((TextError, missing, loaded(name), PROSE, {}) for name in ("gpt2", "t5", "clip", "whisper")),

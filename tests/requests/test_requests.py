@@ -31,7 +31,7 @@ def test_paths_with_a_nul_are_refused_and_a_file_of_pairs_is_found_whatever_its_
 
 def test_a_saved_swap_is_computed_in_one_process_and_some_kernels_always_need_calibration(tmp_path):
     for name, value in (("jobs", 2), ("shard", "1/2"), ("engine", "ray")):
-        with pytest.raises(UsageError, match=f"in this process, which {name} prevents"):
+        with pytest.raises(UsageError, match=f"in this process, which `{name}` prevents"):
             swap_kernels("rbf", SwapRequest(save=tmp_path / "new", **{name: value}))
     assert [reads_calibration(swap_kernels(name, SwapRequest()), False) for name in ("rank:4", "rbf")] == [True, False]
     assert swap_kernels("rank:4", SwapRequest(calibration="a.txt"))
