@@ -118,10 +118,10 @@ def test_models_whose_patches_share_a_row_get_one_image_per_pass(tmp_path):
 
 def test_inputs_that_cannot_be_generated_are_refused_by_name():
     for name, words in {
-        "mimi_decoder": "cannot generate latents for a MimiDecoderModel",
-        "gemma4_audio": "cannot generate input_features for a Gemma4AudioModel",
-        "patchtst": "cannot generate past_values for a PatchTSTModel",
-        "qwen3_vl_vision": "cannot generate grid_thw for a Qwen3VLVisionModel",
+        "mimi_decoder": "cannot generate latents for MimiDecoderModel",
+        "gemma4_audio": "cannot generate input_features for Gemma4AudioModel",
+        "patchtst": "cannot generate past_values for PatchTSTModel",
+        "qwen3_vl_vision": "cannot generate grid_thw for Qwen3VLVisionModel",
     }.items():
         with pytest.raises(TextError, match=words) as refusal:
             texts.placeholder(of_type(name), 9, 0)

@@ -135,8 +135,8 @@ def selection(
     integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
     if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"Each of the {samples} samples needs a query, the integer index of a token and, if margins are given, a "
-            "margin.",
+            f"Each of the {samples} samples needs a query, the integer index of the chosen token and, if margins "
+            "are given, a margin.",
             "Give one query and one chosen token per sample; leave out margins if all are 1.",
         )
     rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)

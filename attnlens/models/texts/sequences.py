@@ -296,7 +296,7 @@ def required_inputs(model: PreTrainedModel) -> list[str]:
 def describe_missing_inputs(model: PreTrainedModel, names: Sequence[str]) -> tuple[str, str]:
     """Return the problem and the remedy of the error for inputs that can't be generated."""
     return (
-        f"attnlens cannot generate {' and '.join(names)} for a {type(model).__name__}.",
+        f"attnlens cannot generate {' and '.join(names)} for {type(model).__name__}.",
         "Put preprocessor_config.json into the model's folder, or pass the inputs to attnlens.capture.",
     )
 
