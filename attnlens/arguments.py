@@ -72,7 +72,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             remedy = f"Positional arguments: {', '.join(positional) or 'none'}. Pass all other arguments by name."
             raise UsageError(f"{function.__name__}(): {error}.", remedy) from None
         if not callable(keywords.get("progress", print)):
-            raise UsageError("progress is not a function.", "Pass a function of (stage, steps done, total steps).")
+            raise UsageError("`progress` is not a function.", "Pass a function of (stage, steps done, total steps).")
         with _ONE_AT_A_TIME, _plain_torch():
             return function(*args, **keywords)
 
@@ -102,7 +102,9 @@ def word(what: str, value: object) -> str:
     if isinstance(value, str) and "\0" not in value and value.strip():
         return value
     kind = "a valid name" if isinstance(value, str) else "a string"
-    raise UsageError(f"{what}={format_argument(value)} is not {kind}.", "Give a non-empty string without NULs.")
+    raise UsageError(
+        f"{what}={format_argument(value)} is not {kind}.", "Give a non-blank string without NUL characters."
+    )
 
 
 def path(what: str, value: object) -> str:
@@ -134,7 +136,7 @@ def selection_share(select: object) -> float | None:
     with suppress(ValueError):  # several decimal points, or no digit
         if match and 0 < float(match[1]) < 1:
             return float(match[1])
-    raise UsageError(f"select: cannot parse {format_argument(select)}.", "Give argmax, or top-p:P with 0 < P < 1.")
+    raise UsageError(f"select: cannot parse {format_argument(select)}.", "Give `argmax`, or `top-p:P` with 0 < P < 1.")
 
 
 def listed_numbers(name: str, words: str) -> set[int]:

@@ -15,7 +15,7 @@ from attnlens.checks.rule import Rule, Tolerance
 from attnlens.errors import UsageError
 from attnlens.files import format_value
 from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Record, Report
-from attnlens.wording import clean, join_items
+from attnlens.wording import clean, format_count, join_items
 
 EQUAL_SETTINGS = ("windows", "length", "pack", "placement", "seed", "select", "source")
 """Settings that a report and its baseline must share."""
@@ -25,7 +25,7 @@ def build_baseline(report: Report) -> Baseline:
     """Build a baseline from the values of the report's heads. Raise UsageError if no head has a measure."""
     names = report.measure_names()
     if not names:
-        raise UsageError("The report contains no measures for a baseline.", "Create a report with attnlens inspect.")
+        raise UsageError("The report contains no measures for a baseline.", "Create a report with `attnlens inspect`.")
     heads = [HeadId(**{name: getattr(head, name) for name in HeadId.model_fields}) for head in report.heads]
     measures = {}
     for name in names:
@@ -52,7 +52,7 @@ def _refuse_other(report: Report, baseline: Baseline) -> None:
             raise UsageError(f"The baseline belongs to a different run: {difference}.", remedy)
     known = set(report.measure_names())
     if missing := join_items([name for name in baseline.measures if name not in known]):
-        raise UsageError(f"The baseline belongs to a different run: the report lacks the measures {missing}.", remedy)
+        raise UsageError(f"The baseline belongs to a different run: the report lacks {missing}.", remedy)
 
 
 def _list_settings(run: Report | Baseline) -> Iterator[tuple[str, object]]:
@@ -159,7 +159,7 @@ def check_report(
     `allow_partial` is True), if a rule matches nothing, or if the baseline belongs to a different run.
     """
     if report.command == "inspect" and not report.heads:
-        raise UsageError("The report has no heads, so every rule would pass.", "Check a report that contains heads.")
+        raise UsageError("The report has no heads to check.", "Check a report that contains heads.")
     if not report.coverage.complete and not allow_partial:
         problem = f"The report is incomplete. {report.coverage.sentence}."
         raise UsageError(problem, "Complete the run, or add --allow-partial (allow_partial=True).")
@@ -197,7 +197,9 @@ def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
         number: float | None = getattr(source, field, None)
         numbers.append(abs(number) if rule.absolute and number is not None else number)
     if all(number is None for number in numbers):
-        why = f"the covered heads have no {column}" if heads else "no head of this report matches the rule's filters"
+        why = "no head of this report matches the rule's filters"
+        if heads:
+            why = f"{format_count(len(heads), 'head')} {'has' if len(heads) == 1 else 'have'} no {column}"
         reason = next((head.measures[name].reason for head in heads if name in head.measures), None)
         raise _no_match(rule, f"{why}{f', because {reason}' if reason else ''}")
     return list(zip(heads, numbers, strict=True))

@@ -130,7 +130,7 @@ def parse_condition(text: object) -> Rule:
         raise _parse_error(text, f"unknown aggregate {aggregate!r}; choose {SPELLINGS}.")
     if (aggregate == "share") != (inner is not None):
         raise _parse_error(
-            text, "write a comparison in brackets after share, as in share(> 0.9) < 0.1, and after no other aggregate."
+            text, "`share`, and no other aggregate, needs a comparison in brackets, as in share(> 0.9) < 0.1."
         )
     share = None if inner is None else _parse_comparison(text, inner)
     return Rule(aggregate, _parse_comparison(text, comparison), share, _parse_filters(text, filters))
@@ -183,7 +183,7 @@ def parse_rule(text: object) -> Rule:
     """Parse the value of `--rule`, such as `tokens.entropy: min > 0.05`. Raise UsageError if it is invalid."""
     subject, colon, wanted = text.partition(":") if isinstance(text, str) else ("", "", "")
     if not colon:
-        remedy = "Write e.g. --rule 'tokens.entropy: min > 0.1'."
+        remedy = "Write, e.g., --rule 'tokens.entropy: min > 0.1'."
         raise UsageError(f"The rule {format_value(text)} lacks a colon after the name of its measure.", remedy)
     return _build_rule(subject, wanted.strip())
 

@@ -303,7 +303,9 @@ def _path(option: str, name: str) -> Path:
     if name.startswith("--"):
         raise UsageError(f"{typed} needs a path, but is followed by the option {name}.", f"Give a path after {typed}.")
     if name == STDOUT:
-        remedy = "Give a path, e.g. /dev/stdout." if is_file else "Give the path of a folder."
+        remedy = "Give a path, e.g. /dev/stdout."
+        if not is_file:
+            remedy = f"Give the path of a {'folder' if option == 'save' else 'picture or a folder'}."
         raise UsageError(f"{typed} can't write to stdout; only --json can.", remedy)
     return local_path(name, typed)
 

@@ -506,7 +506,7 @@ def _refuse_unsupported(call: Call) -> None:
     refuse_unpaired("nearest", call.query.shape[-2], call.key.shape[-2], cross=call.cross)
     if call.softcap is not None or call.sinks is not None:
         what = "caps its scores (softcap)" if call.softcap is not None else "has attention sinks"
-        problem = f"nearest omits query-only terms, which matter in this model: an attention layer {what}."
+        problem = f"`nearest` omits query-only terms, which matter in this model: an attention layer {what}."
         raise UsageError(problem, "Choose another kernel for this model.")
 
 
@@ -539,7 +539,7 @@ def _nearest_dot(query: Query, key: Key, scale: float, *, how: int, **_more: obj
     """Return the arguments unchanged if `how` is ORACLE; raise UsageError for a fitted form, which mixes q and k."""
     if how == ORACLE:
         return query, key, scale
-    problem = "nearest computes each score from the query and key of both tokens, but got one query and one key."
+    problem = "`nearest` computes each score from the query and key of both tokens, but got one query and one key."
     raise UsageError(problem, TOGETHER)
 
 

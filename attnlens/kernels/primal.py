@@ -101,10 +101,10 @@ class PrimalFit:
         """
         train, held_out = self.parts
         if train is None or held_out is None:
-            raise TextError("primal needs at least two calibration sequences.", "Give a longer --calibration text.")
+            raise TextError("`primal` needs at least two calibration sequences.", "Give a longer --calibration text.")
         both = train + held_out
         if (tokens := int(both.tokens.min())) < self.scores:
-            needed = f"primal with {self.scores} scores needs at least {self.scores} calibration tokens"
+            needed = f"`primal` with {self.scores} scores needs at least {self.scores} calibration tokens"
             raise TextError(f"{needed}, but got {tokens}.", "Give a longer --calibration text, or fewer scores.")
         query_map, key_map, log_multipliers = singular_maps(both, self.scores)
         one = query_map.new_ones(1, 1)

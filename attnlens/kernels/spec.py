@@ -223,7 +223,7 @@ def refuse_unpaired(name: str, queries: int, keys: int, *, cross: bool = False) 
         else:
             difference = f"has {queries} queries and {keys} keys"
             remedy = "Run without a key-value cache (use_cache=False)."
-        problem = f"{name} needs queries and keys of the same tokens, but this attention layer {difference}."
+        problem = f"`{name}` needs queries and keys of the same tokens, but this attention layer {difference}."
         raise UsageError(problem, remedy)
 
 

@@ -46,8 +46,10 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     kernel = replace(base, tie=tie, filter=next(iter(filters), None), near=next(iter(nears), None))
     odd = [p.name for p in base.info.parameters if p.even and base.parameters[p.name] % 2]
     if odd and not allow_signed:
-        problem = f"With an odd {odd[0]}, {base.info.name} can be negative, so attention rows are not probabilities."
-        raise UsageError(problem, f"Choose an even {odd[0]}, or pass allow_signed=True in Python.")
+        problem = (
+            f"With an odd `{odd[0]}`, `{base.info.name}` can be negative, so attention rows are not probabilities."
+        )
+        raise UsageError(problem, f"Choose an even `{odd[0]}`, or pass allow_signed=True in Python.")
     for problem, remedy in _find_conflicts(words, kernel, ties):
         raise UsageError(f"{words!r}: {problem}.", remedy)
     return kernel
@@ -107,7 +109,7 @@ def _parse_number(name: str, parameter: KernelParameter, word: str) -> float:
 def _suggest_spelling(name: str, parameters: Sequence[KernelParameter]) -> str:
     """Return the remedy for a wrong parameter: an example of the spelling."""
     if not parameters:
-        return f"Write {name} without parameters."
+        return f"Write `{name}` without parameters."
     if modifier := FILTERS.get(name) or HYBRIDS.get(name):
         return f"Write, for example, {example(name, modifier.parameters)}; see `attnlens list kernels`."
     shown = ",".join(f"{p.name}={format_default(p)}" for p in parameters)
@@ -119,31 +121,33 @@ def _find_conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator
     info, tie, near = kernel.info, kernel.tie, kernel.near
     hidden = kernel.filter.modifier.name if kernel.filter else None
     if info.oracle is not None and ties:
-        problem = f"{info.name} already determines which part of log k is kept, so it conflicts with {ties[0]}"
-        yield problem, f"Leave out {ties[0]}."
+        problem = f"`{info.name}` already determines which part of log k is kept, so it conflicts with `{ties[0]}`"
+        yield problem, f"Leave out `{ties[0]}`."
     if kernel.part is not None and info.form != "output":
         if hidden is not None:
-            yield f"{kernel.tied_by} needs every pair of tokens, but {hidden} hides some", f"Leave out {hidden}."
+            yield f"`{kernel.tied_by}` needs every pair of tokens, but `{hidden}` hides some", f"Leave out `{hidden}`."
         if kernel.signed or info.hard or info.form == "features":
             what = "can be negative" if kernel.signed else "picks one key" if info.hard else "is a sum over features"
-            problem = f"{tie} decomposes log k, but {info.name} {what}"
-            yield problem, f"Write {tie} alone, or with a kernel such as rbf."
+            problem = f"`{tie}` decomposes log k, but `{info.name}` {what}"
+            yield problem, f"Write `{tie}` alone, or with a kernel such as `rbf`."
     several = [p for p in info.parameters if not p.shown_at_default and kernel.parameters[p.name] != p.default]
     if tie is not None and info.prepare is not None and several and not kernel.oracle:
         name = several[0].name
-        problem = f"{tie} cannot be combined with the parameter {name} of {info.name}"
-        yield problem, f"Leave out {tie}, or {name}."
+        problem = f"`{tie}` ties each query to the key of its token, but `{name}` combines several keys"
+        yield problem, f"Leave out `{tie}`, or `{name}`."
     if near is not None and (info.form != "features" or kernel.signed):
         what = "can be negative" if kernel.signed else "is not a kernel of positive features"
         alone = f", as in elu+{words}" if info.name not in words and not (tie or hidden) else ""
-        problem = f"{near.modifier.name} needs a kernel of positive features beyond its window, but {info.name} {what}"
+        problem = (
+            f"`{near.modifier.name}` needs a kernel of positive features beyond its window, but `{info.name}` {what}"
+        )
         yield problem, f"Choose one of {', '.join(far_kernels())}{alone}."
     if near is not None and (other := tie or hidden):
-        problem = f"{other} cannot be combined with {near.modifier.name}, which consists of two kernels"
-        yield problem, f"Leave out {other}."
+        problem = f"`{other}` cannot be combined with `{near.modifier.name}`, which consists of two kernels"
+        yield problem, f"Leave out `{other}`."
     if info.form == "output" and (ties or hidden):
-        problem = f"{info.name} has no scores per query and key, so it cannot be tied or filtered"
-        yield problem, f"Write {info.name} alone."
+        problem = f"`{info.name}` has no scores per query and key, so it cannot be tied or filtered"
+        yield problem, f"Write `{info.name}` alone."
 
 
 def far_kernels() -> list[str]:

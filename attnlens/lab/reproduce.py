@@ -75,10 +75,12 @@ def reproduce(
     switch("quick", quick)
     if checked_table(table) != CLAIMS:
         if quick:
-            raise UsageError("quick applies only to `claims`.", "Omit quick: the default scale, tiny, is the fastest.")
+            raise UsageError(
+                "`quick` applies only to `claims`.", "Omit `quick`: the default scale, `tiny`, is the fastest."
+            )
         return train_table(table, request, progress)
     if unused := request.explicit().keys() - {"seed"}:
-        problem = f"`claims` accepts only the option seed, not {', '.join(sorted(unused))}."
+        problem = f"`claims` accepts only the option `seed`, not {', '.join(sorted(unused))}."
         raise UsageError(problem, "Omit these options, or name a table of models.")
     return rerun_claims(request.seed, quick=quick, progress=progress)
 

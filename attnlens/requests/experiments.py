@@ -132,7 +132,7 @@ class SyntheticRequest(SizesRequest):
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
         if self.m is not None and self.parameterisation == "W":
-            raise UsageError("m is the number of columns of K and Q, but W is trained directly.", "Leave out m.")
+            raise UsageError("`m` is the number of columns of K and Q, but W is trained directly.", "Leave out `m`.")
         if self.start == "zero" and self.parameterisation == "KQ":
             raise UsageError("K = Q = 0 is a stationary point: training never leaves it.", "Choose start=random.")
         for name in self.overrides():

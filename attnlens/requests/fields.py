@@ -76,7 +76,7 @@ def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
     least, most = details(field).get("least"), details(field).get("most")
     what = "a whole number" if int in types else "a number" if float in types else "a string"
     if least is not None:
-        what += f", at least {least}" if most is None else f" from {least} to {most}"
+        what += f" of at least {least}" if most is None else f" from {least} to {most}"
     return UsageError(f"{name}={format_argument(value)} is not {what}.", f"Give {what}.")
 
 

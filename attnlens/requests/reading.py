@@ -68,4 +68,6 @@ def refuse_unread(request: Feeding, source: str) -> None:
         raise UsageError(problem, "Add --source weights, or leave out --device files.")
     named = next((name for name in ("text", "pairs", "image", "audio") if getattr(request, name)), None)
     if named is not None and source == "weights":
-        raise UsageError(f"With source=weights, {named} would be ignored.", f"Leave out {named}, or --source weights.")
+        raise UsageError(
+            f"With source=weights, `{named}` would be ignored.", f"Leave out `{named}`, or --source weights."
+        )

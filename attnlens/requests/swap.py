@@ -206,7 +206,7 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
     for kernel in kernels if request.sweep == "heads" else ():
         if kernel.shares_latents:
             problem = f"With {kernel.spelling}, key heads share a latent, so heads cannot be swapped individually."
-            raise UsageError(problem, "Use --sweep layers, or rank:group=1.")
+            raise UsageError(problem, "Use --sweep layers, or a kernel with group=1.")
     if request.calibration and not reads_calibration(kernels, request.fit):
         raise UsageError("--calibration has no effect without --fit.", "Add --fit, or leave out --calibration.")
     return kernels
@@ -228,7 +228,7 @@ def heal_kernels(
         raise UsageError(f"heal accepts a single kernel, not {len(spellings)}.", "Give one --kernel.")
     if plan is not None:
         if spellings != [BUDGETED]:
-            raise UsageError(f"--ranks applies only to the kernel {BUDGETED}.", "Leave out --kernel, or --ranks.")
+            raise UsageError(f"--ranks applies only to the kernel `{BUDGETED}`.", "Leave out --kernel, or --ranks.")
         spellings = [_unlimited(plan.form)]
     (new,) = kernels = _parse_kernels(spellings, request)
     if new.oracle:
@@ -242,7 +242,9 @@ def heal_kernels(
         raise UsageError(problem, "Add --learn text, so that both models are trained on the text.")
     if new.info.form != "output" and (request.eta is not None or request.ksvd_convention != "paper"):
         name = "ksvd_convention" if request.eta is None else "eta"
-        raise UsageError(f"{name} applies only to the kernel primal.", f"Leave out {name}, or use --kernel primal:8.")
+        raise UsageError(
+            f"`{name}` applies only to the kernel `primal`.", f"Leave out `{name}`, or use --kernel primal:8."
+        )
     return kernels, plan, request
 
 
@@ -258,10 +260,11 @@ def _parse_kernels(spellings: Sequence[str], request: KernelRequest) -> list[Ker
     files = {"text": request.text, "calibration": request.calibration, "prompts": [request.prompts]}
     reading = [name for name, paths in files.items() if "-" in paths]
     if len(reading) > 1:
-        names = " and ".join(f"`{name}`" for name in reading)
-        raise UsageError(f"Only one of {names} can read stdin.", "Give files for the others.")
+        raise UsageError(
+            f"Only one of {' and '.join(f'`{name}`' for name in reading)} can read stdin.", "Give files for the others."
+        )
     if request.prompts is not None and not request.generate:
-        raise UsageError("prompts have no effect with generate=0.", "Omit prompts, or set generate to at least 1.")
+        raise UsageError("`prompts` has no effect with generate=0.", "Omit `prompts`, or set `generate` to at least 1.")
     if request.save is not None:
         check_folder(Path(request.save))
     for spelling in spellings:

@@ -46,7 +46,9 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     heads or was computed on another text.
     """
     if report.command != "inspect" or not report.heads:
-        raise UsageError(f"A report of {report.command} has no heads to recompute.", "Give a report of `inspect`.")
+        raise UsageError(
+            f"The report (of `{report.command}`) has no heads to recompute.", "Give a report of `inspect`."
+        )
     load_options = {name: more.pop(name) for name in list(more) if name in feeding.LOADED}
     loaded = loading.load(model, **{"dtype": report.settings.dtype, **load_options})
     hashes = [sorted(file.sha256 for file in info.files) for info in (report.model, loaded.info)]

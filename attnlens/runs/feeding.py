@@ -129,9 +129,8 @@ def build_design(requested: Settings, inputs: texts.Batches) -> Design:
     names = inputs.parts or ("",) * inputs.sequences
     count = len(set(names))
     if requested.intervals == "texts" and count < FEWEST_TEXTS:
-        more = "windows" if count + len(inputs.left_out) >= FEWEST_TEXTS else "the number of texts"
-        known = f"the {inputs.sequences} sequences come from {count}"
-        problem = f"Intervals over texts need at least {FEWEST_TEXTS} texts, but {known}."
+        more = "--windows" if count + len(inputs.left_out) >= FEWEST_TEXTS else "the number of texts"
+        problem = f"Intervals over texts need at least {FEWEST_TEXTS} texts, but the sequences come from only {count}."
         raise UsageError(problem, f"Increase {more}, or omit intervals='texts'.")
     return Design.of(names, requested.intervals)
 
@@ -181,7 +180,7 @@ def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None
     if texts.reads_text(loaded) or (not text and tokens is None):
         return
     inputs = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.required_inputs(loaded.model)))
-    problem = f"{loaded.info.id} takes {inputs} but no text, so `text` and `length` would be ignored."
+    problem = f"{loaded.info.id} takes {inputs} but no text, so --text, --calibration and --length would be ignored."
     raise UsageError(problem, "Leave out --text, --calibration and --length.")
 
 
@@ -260,4 +259,6 @@ def refuse_work(request: Request) -> None:
     fields = type(request).model_fields
     for name in WorkRequest.model_fields:
         if name in fields and getattr(request, name) != fields[name].default:
-            raise UsageError(f"{name} is unavailable for a model in memory.", f"Omit {name}, or pass a model's name.")
+            raise UsageError(
+                f"`{name}` is unavailable for a model in memory.", f"Omit `{name}`, or pass a model's name."
+            )

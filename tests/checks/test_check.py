@@ -187,7 +187,7 @@ OTHER_RUNS = {
     "settings.seed": lambda document: document["settings"].update(seed=5),
     "the number of heads": lambda document: document["heads"].pop(),
     "a head": lambda document: document["heads"][3].update(site="elsewhere"),
-    "the report lacks the measures tokens.entropy": lambda document: [
+    "the report lacks tokens.entropy": lambda document: [
         head["measures"].pop("tokens.entropy") for head in document["heads"]
     ],
 }

@@ -65,7 +65,7 @@ REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("inspect --head 1.2 --show selection --analyzer spectrum", ("--analyzer selection",)),
     *((f"inspect --source weights {words}", ("cannot be computed from source=weights",)) for words in
       ("--head 1.2 --show selection", "--analyzer selection")),
-    (f"inspect --source weights --text {DEMO}/text.txt", ("text would be ignored",)),
+    (f"inspect --source weights --text {DEMO}/text.txt", ("`text` would be ignored",)),
     ("inspect --source weights --windows-csv w.csv", ("does not read windows",)),
     ("inspect --analyzer symetry", ("symetry", "Did you mean 'symmetry'")),
     ("inspect --source weight", ("Did you mean 'weights'",)),
@@ -83,7 +83,7 @@ REFUSALS: list[tuple[str | list[str], tuple[str, ...]]] = [
     (f"{KERNELS} rfb", ("Unknown kernel 'rfb'", "Did you mean 'rbf'")),
     (f"{KERNELS} rbf:gama=1", ("no parameter 'gama'",)),
     (f"{KERNELS} rbf:gamma=x", ("gamma must be a number",)),
-    (f"{KERNELS} polynomial:degree=3", ("odd degree", "allow_signed=True")),
+    (f"{KERNELS} polynomial:degree=3", ("odd `degree`", "allow_signed=True")),
     (f"{KERNELS} symmetric --fit", ("no free parameter",)),
     ("swap-kernel --part decder", ("Unknown part 'decder'", "Did you mean 'decoder'?")),
     ("swap-kernel --sweep head", ("Unknown sweep 'head'", "Did you mean 'heads'?")),

@@ -80,8 +80,8 @@ def test_a_swap_writes_its_windows_and_the_change_on_each_text(pieces, tmp_path)
 def test_intervals_over_texts_need_five(pieces):
     settings = {"source": "tokens", "analyzers": "spectrum", "layers": [0], "length": 32}
     for count, windows, message in (
-        (4, 8, r"Intervals over texts need .* 5 texts, but the \d+ sequences come from 4\."),
-        (5, 4, r"need at least 5 texts, but the 4 sequences come from 4\.\nIncrease windows"),
+        (4, 8, r"Intervals over texts need .* 5 texts, but the sequences come from only 4\."),
+        (5, 4, r"need at least 5 texts, but the sequences come from only 4\.\nIncrease --windows"),
     ):
         with pytest.raises(UsageError, match=message):
             inspect("demo", text=pieces[:count], windows=windows, intervals="texts", **settings)

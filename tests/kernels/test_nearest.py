@@ -287,7 +287,7 @@ def test_calls_and_runs_without_a_meaning_are_refused(demo):
     ):
         with pytest.raises(UsageError, match=problem):
             refused()
-    with pytest.raises(UsageError, match=r"^nearest:positive,oracle needs every pair of tokens") as refusal:
+    with pytest.raises(UsageError, match=r"^`nearest:positive,oracle` needs every pair of tokens") as refusal:
         swap_kernel(demo, oracle, **QUICK)
     assert "leave out `oracle`" in refusal.value.remedy
     assert "mercer" not in str(refusal.value)

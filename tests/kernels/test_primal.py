@@ -191,12 +191,12 @@ def test_runs_without_a_meaning_are_refused(demo, tmp_path):
     (tmp_path / "own.txt").write_text(texts.sample("demo")[0].text + "\nAmen.")
     same_text = {"calibration": str(tmp_path / "own.txt"), "placement": "first"}
     for model, words, options, problem in (
-        (demo, "primal:4", {"train": 1, "eta": -0.1}, "eta=-0.1 is not a number, at least 0"),
-        (demo, "primal:4", {"train": 1, "eta": math.nan}, "eta=nan is not a number, at least 0"),
+        (demo, "primal:4", {"train": 1, "eta": -0.1}, "eta=-0.1 is not a number of at least 0"),
+        (demo, "primal:4", {"train": 1, "eta": math.nan}, "eta=nan is not a number of at least 0"),
         (demo, "primal:4", {"train": 1, "eta": "x"}, "eta='x' is not a number"),
         (demo, "primal:4", {"train": 1, "ksvd_convention": "cod"}, "'cod'"),
-        (demo, "rbf", {"train": 1, "eta": 0.1}, "eta applies only to the kernel primal"),
-        (demo, "rbf", {"train": 1, "ksvd_convention": "code"}, "ksvd_convention applies only to the kernel primal"),
+        (demo, "rbf", {"train": 1, "eta": 0.1}, "`eta` applies only to the kernel `primal`"),
+        (demo, "rbf", {"train": 1, "ksvd_convention": "code"}, "`ksvd_convention` applies only to the kernel `primal`"),
         (demo, "primal:4,samples=3", {}, "future tokens would leak"),
         (demo, "primal:9999", {}, "needs at least 9999 calibration tokens"),
         (demo, "primal:4", same_text, "of the evaluated tokens"),

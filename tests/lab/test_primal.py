@@ -520,7 +520,7 @@ def output_of(model, batch):
 def test_inputs_that_cannot_be_made_up_are_refused():
     model = families.build("bert")
     model.main_input_name = "values"
-    with pytest.raises(ModelError, match="attnlens cannot generate values for a BertForMaskedLM"):
+    with pytest.raises(ModelError, match="attnlens cannot generate values for BertForMaskedLM"):
         primal.build(model)
 
 

@@ -696,7 +696,7 @@ def test_calibration_needs_twelve_windows(demo, tmp_path):
     ids, options = demo.tokenizer(BOOK[0].text)["input_ids"], {"budget": "loss:50%"} | TINY | {"length": 32}
     for count in (19, 20):
         (tmp_path / f"{count}.txt").write_text(demo.tokenizer.decode(ids[: 32 * count]))
-    problem = r"19\.txt has 11 windows that are not used for evaluation; a budget needs 12"
+    problem = r"19\.txt has 11 windows not used for evaluation; a budget needs 12"
     with pytest.raises(TextError, match=problem) as refusal:
         attnlens.find_ranks(demo, text=str(tmp_path / "19.txt"), **options)
     assert "--length" in refusal.value.remedy
@@ -705,7 +705,7 @@ def test_calibration_needs_twelve_windows(demo, tmp_path):
 
 
 def test_calibration_texts_that_cannot_be_used_are_refused(demo, tmp_path):
-    with pytest.raises(UsageError, match="need at least 5 texts; only 1 are available for choosing ranks"):
+    with pytest.raises(UsageError, match="need at least 5 texts, but the ranks are chosen on only 1"):
         search.cut_samples(demo, BOOK, Cut(tokens=32, sequences=48), batches_of(demo), "texts")
     text = tmp_path / "text.txt"
     text.write_text(f"{BOOK[0].text}\nAnd more.\n")

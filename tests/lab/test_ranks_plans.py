@@ -197,7 +197,7 @@ def test_options_and_kernels_that_contradict_a_plan_are_refused(plan):
             attnlens.find_ranks("no/such/model", **({"ranks": plan} | more))
         assert refusal.value.remedy
     for kernel in ("rbf", "rank:8"):
-        with pytest.raises(UsageError, match="applies only to the kernel rank"):
+        with pytest.raises(UsageError, match="applies only to the kernel `rank`"):
             attnlens.heal("no/such/model", kernel, ranks=plan)
 
 

@@ -324,7 +324,7 @@ def test_an_interrupted_process_ends_with_130_and_keeps_finished_runs(folder):
 BOTH = "--pairs", "two.tsv", "--labelled", "two.tsv"
 REFUSALS = {
     "kernels": ["kernel"],
-    "No cell matches gauss": ["kernels", "--text", "text.txt", "--cells", "language/*", "--cells", "gauss"],
+    "No cell matches 'gauss'": ["kernels", "--text", "text.txt", "--cells", "language/*", "--cells", "gauss"],
     "None of the selected cells uses --labelled": ["kernels", "--labelled", "two.tsv"],
     "nowhere.tsv": ["kernels", "--pairs", "nowhere.tsv"],
     "shorter than one window": ["kernels", "--text", "short.txt"],

@@ -265,10 +265,10 @@ def test_series_are_normalised_by_the_training_part_and_padded(read_series, tmp_
 
 UP, DOWN, DATA = case(3, "up"), case(3, "down"), "@data\n"
 BAD_SERIES = [  # refusal, cases, header
-    ("case 2 has a missing value", [UP, "1,?,3:4,5,6:up", DOWN], HEADER),
-    ("case 2 has a missing value", [UP, "1,NaN,3:4,5,6:up", DOWN], HEADER),
+    ("case 2 has a missing or infinite value", [UP, "1,?,3:4,5,6:up", DOWN], HEADER),
+    ("case 2 has a missing or infinite value", [UP, "1,NaN,3:4,5,6:up", DOWN], HEADER),
     ("case 2: expected sequence of length 3", [UP, "1,2,3:4,5:up", DOWN], HEADER),
-    ("case 2 has 1 channels, but earlier cases have 2", [UP, "1,2,3:up", DOWN], HEADER),
+    ("case 2 has 1 channel, but earlier cases have 2", [UP, "1,2,3:up", DOWN], HEADER),
     ("case 2: could not convert string to float: 'x'", [UP, "1,2,3:4,x,6:up", DOWN], HEADER),
     ("case 2 lacks a class label or channels", [UP, "up", DOWN], HEADER),
     ("case 2 lacks a class label", [UP, "1,2:3,4:", DOWN], HEADER),

@@ -315,7 +315,7 @@ def test_an_adapter_that_can_not_be_merged_is_refused(base, bases, tmp_path, mon
     refused(ModelError, partial(load, adapter=tmp_path / "none"), "no such folder")
     refused(ModelError, partial(load, adapter=base), "is a model, not an adapter")
     shutil.copytree(tmp_path / "adapter", tmp_path / "run" / "checkpoint-500")
-    refused(ModelError, partial(load, adapter=tmp_path / "run"), "folders inside it", "run/checkpoint-500.")
+    refused(ModelError, partial(load, adapter=tmp_path / "run"), "at least one folder inside it", "run/checkpoint-500.")
     refused(ModelError, partial(loading.load, tmp_path / "run"), "folders inside it contain models: checkpoint-500")
     refused(ModelError, partial(loading.load, tmp_path / "run"), f"such as {tmp_path / 'run' / 'checkpoint-500'}")
     refused(ModelError, partial(load, adapter=base / "config.json"), "not an adapter's folder")

@@ -118,10 +118,10 @@ def test_models_whose_patches_share_a_row_get_one_image_per_pass(tmp_path):
 
 def test_inputs_that_cannot_be_generated_are_refused_by_name():
     for name, words in {
-        "mimi_decoder": "cannot generate latents for a MimiDecoderModel",
-        "gemma4_audio": "cannot generate input_features for a Gemma4AudioModel",
-        "patchtst": "cannot generate past_values for a PatchTSTModel",
-        "qwen3_vl_vision": "cannot generate grid_thw for a Qwen3VLVisionModel",
+        "mimi_decoder": "cannot generate latents for MimiDecoderModel",
+        "gemma4_audio": "cannot generate input_features for Gemma4AudioModel",
+        "patchtst": "cannot generate past_values for PatchTSTModel",
+        "qwen3_vl_vision": "cannot generate grid_thw for Qwen3VLVisionModel",
     }.items():
         with pytest.raises(TextError, match=words) as refusal:
             texts.placeholder(of_type(name), 9, 0)
@@ -247,7 +247,7 @@ def test_each_window_follows_the_next_image(tmp_path):
     files = tuple(picture(tmp_path / f"{shade}.png", shade) for shade in (0, 255))
     batches = texts.batches(model, [PROSE], texts.Cut(tokens=8, sequences=3, image=files))
     assert [batch.inputs["pixel_values"].mean().item() for batch in batches] == [-1.0, 1.0], "one sequence per file"
-    assert batches.notes == ("Each sequence uses one file, so that there are 2 sequences instead of 3.",)
+    assert batches.notes == ("Each sequence uses one file, so the number of sequences is 2 instead of 3.",)
     assert all(bool((batch.inputs["input_ids"][:, :16] == IMAGE).all()) for batch in batches)
     assert not batches.made_up
     assert texts.batches(model, [PROSE], texts.Cut(tokens=8, sequences=2, image=files)).notes == ()
@@ -309,7 +309,7 @@ def test_models_that_do_not_take_a_file_are_refused(sees, hears, tmp_path, capsy
         refused(ModelError, words, attnlens.load(bare), image=[path])
     with pytest.raises(UsageError, match="would use the same images or sounds as the evaluation"):
         attnlens.swap_kernel(sees, "rank:4", image=[path])
-    with pytest.raises(UsageError, match="image would be ignored"):
+    with pytest.raises(UsageError, match="`image` would be ignored"):
         attnlens.inspect(sees, image=[path], source="weights")
     assert exit_code(["inspect", "demo", "--image", path]) == 2
     assert "keyword of the function" in capsys.readouterr().err

@@ -80,8 +80,8 @@ def test_a_forward_pass_uses_no_cache_and_restores_the_settings():
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("mimi_decoder", "cannot generate latents for a MimiDecoder"),
-        pytest.param("gemma4_audio", "cannot generate input_features for a Gemma4Audio", marks=full),
+        ("mimi_decoder", "cannot generate latents for MimiDecoder"),
+        pytest.param("gemma4_audio", "cannot generate input_features for Gemma4Audio", marks=full),
         ("xmod", "can't run on input_ids and attention_mask: ValueError: Input language unknown"),
     ],
 )

@@ -335,7 +335,7 @@ def test_options_that_make_no_sense_are_refused_in_two_lines(demo, tmp_path):
     refused(UsageError, lambda: attnlens.inspect("demo", source="wieghts"), "Did you mean 'weights'")
     refused(ModelError, lambda: loading.load("./nowhere"))
     options = {"source": "tokens", "text": pieces(tmp_path, (0, 9_000, 18_000), 9_000), "windows": 6, "length": 32}
-    problem = "need at least 5 texts, but the 6 sequences come from 3"
+    problem = "need at least 5 texts, but the sequences come from only 3"
     refused(UsageError, lambda: attnlens.inspect(demo, intervals="texts", **options), problem)
 
 

@@ -169,7 +169,7 @@ def test_a_budget_needs_enough_text_without_repetition(tmp_path, monkeypatch):
     monkeypatch.setattr(search, "DEFAULT_WINDOWS", 1)
     contents = {"far": FAR, "short": FAR[:800].upper(), "brief": FAR[:1300], "again": FAR[:3000] * 3, "own": OWN[:9000]}
     paths = {name: write(tmp_path, text, f"{name}.txt") for name, text in contents.items()}
-    few = r"short\.txt has 10 windows that are not used for evaluation; a budget needs 12 per text"
+    few = r"short\.txt has 10 windows not used for evaluation; a budget needs 12 per text"
     options = READ | {"budget": "loss:5%", "text": paths["own"]}
     for names, match in (
         (["far", "short"], few),

@@ -104,7 +104,7 @@ def doctor(context: typer.Context) -> None:
 def failure(report: Report) -> IdentityError:
     """Return the error with which `doctor` ends if the model's attention differs or could not be verified."""
     failed = [check.site for check in report.doctor if not check.passed]
-    where = "these sites" if failed else "this model"
+    where = "this model" if not failed else "this site" if len(failed) == 1 else "these sites"
     if failed:
         problem = (
             f"Attention differs at {len(failed)} of {format_count(len(report.doctor), 'site')}: {join_items(failed)}."

@@ -110,7 +110,7 @@ def positions(call: Call, key_filter: KeyFilter) -> Positions:
             f"{key_filter.modifier.name} counts from the start of the text, but with a key-value cache "
             "this model's own sliding window hides where the text begins.",
             "Run without a key-value cache, leave out layers with a sliding window (--layers), or choose the filter "
-            "window or strided.",
+            "`window` or `strided`.",
         )
     start = torch.zeros(1, 1, dtype=torch.long, device=call.query.device)
     first = start if seen is None else seen.any(dim=1).int().argmax(-1, keepdim=True)
@@ -160,13 +160,13 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
     """Raise UsageError for a tie that needs whole sequences if a mask hides pairs, or if the model has sinks."""
     name = kernel.tied_by
     if call.sinks is not None:
-        problem = f"{name} omits query-only terms, which matter in this model because it has attention sinks."
+        problem = f"`{name}` omits query-only terms, which matter in this model because it has attention sinks."
         raise UsageError(problem, "Choose another kernel for this model.")
     real = _find_real_tokens(call)[:, None]
     hidden = call.causal if call.allowed is None else (real[..., None] & real[..., None, :] & ~call.allowed).any()
     if bool(hidden):
         instead = ", or leave out `oracle`: the fitted form runs under any mask" if kernel.oracle else ""
-        problem = f"{name} needs every pair of tokens, but this head's mask hides some pairs (causal, or a window)."
+        problem = f"`{name}` needs every pair of tokens, but this head's mask hides some pairs (causal, or a window)."
         raise UsageError(problem, f"Choose bidirectional sites with --part encoder or --layers{instead}.")
 
 

@@ -43,6 +43,7 @@ from attnlens.runs.progress import AddSteps
 from attnlens.runs.store import Keep, hash_json, keep_nothing
 from attnlens.runs.swap.kernel_run import hash_parameters, hash_tensors
 from attnlens.runs.swap.sites import SwapSetup
+from attnlens.wording import format_count
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -108,14 +109,14 @@ def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batche
     for content in contents:
         if (free := available.get(content.name, 0)) < PARTS * LEAST:
             raise TextError(
-                f"{content.name} has {free} {'windows' if first.pack else 'lines'} that are not used for evaluation; "
+                f"{content.name} has {format_count(free, 'window' if first.pack else 'line')} not used for evaluation; "
                 f"a budget needs {PARTS * LEAST} per text: {LEAST} each for {', '.join(USES[:-1])} and {USES[-1]}.",
                 "Give a longer text, reduce --length or --windows, or omit that text.",
             )
     if intervals == "texts" and len(contents) < FEWEST_TEXTS:
         raise UsageError(
-            f"Intervals over texts need at least {FEWEST_TEXTS} texts; only {len(contents)} are available for "
-            "choosing ranks.",
+            f"Intervals over texts need at least {FEWEST_TEXTS} texts, but the ranks are chosen on only "
+            f"{len(contents)}.",
             "Give more --calibration texts, or omit intervals='texts'.",
         )
 

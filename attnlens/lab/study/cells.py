@@ -363,7 +363,7 @@ def _select_cells(names: Sequence[str], request: StudyRequest, forms: Set[str]) 
         if not any(matches(cell, pattern) for cell in all_cells):
             hint = "" if "classification" in forms else " Classification cells need --series or --labelled."
             rows = dict.fromkeys(f"{cell.task}/{cell.name}" for cell in all_cells)
-            raise UsageError(f"No cell matches {pattern}.", f"Choose from: {join_items(rows, 8, '; ')}.{hint}")
+            raise UsageError(f"No cell matches {pattern!r}.", f"Choose from: {join_items(rows, 8, '; ')}.{hint}")
     selected = {
         name: [cell for cell in cells if any(matches(cell, pattern) for pattern in request.cells or ["*"])]
         for name, cells in available.items()

@@ -221,8 +221,7 @@ def pair_rows(
 ) -> StudyTask:
     """Build a translation task from (source, target) rows already split into parts.
 
-    Pairs with a side of at least the scale's `length` tokens, which leaves no room for END, and training pairs that are
-    also held out, are left out.
+    Pairs with a side of at least `scale.length` tokens, and training pairs that are also held out, are left out.
     """
     tokenizer = train_byte_pairs(chain.from_iterable(parts["training"]), scale.vocabulary, SPECIALS)
     short = {}
@@ -321,6 +320,7 @@ def _split_by_class(path: str, labels: Sequence[str], classes: Sequence[str]) ->
 
 EVERY = 5  # every fifth case of each class of the training file is used for validation
 REMEDY = "Give a file in the .ts format of the UEA archive, with class labels and without missing values."
+SAY_DATASET = "Give the training and test files of one dataset."
 
 
 def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
@@ -351,9 +351,13 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
         except ValueError as error:  # a word, or channels of unequal length
             raise TextError(f"{path}: case {number}: {str(error)[:80]}.", REMEDY) from None
         if not bool(case.isfinite().all()):
-            raise TextError(f"{path}: case {number} has a missing value.", "Remove the case, or fill in the value.")
+            raise TextError(
+                f"{path}: case {number} has a missing or infinite value.", "Remove the case, or replace the value."
+            )
         if cases and case.shape[1] != (before := cases[0][0].shape[1]):
-            problem = f"{path}: case {number} has {case.shape[1]} channels, but earlier cases have {before}."
+            problem = (
+                f"{path}: case {number} has {format_count(case.shape[1], 'channel')}, but earlier cases have {before}."
+            )
             raise TextError(problem, "Give all cases the same number of channels.")
         cases.append((case, label.strip()))
     if not cases:
@@ -373,8 +377,8 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
     files = {first_name: digest} | {second_name if first_name != second_name else str(test): test_digest}
     channels, others = (cases[0][0].shape[1] for cases in (first, second))
     if channels != others:
-        problem = f"{first_name} has {channels} channels, but the test file {second_name} has {others}."
-        raise TextError(problem, "Give the training and test files of one dataset.")
+        problem = f"{first_name} has {format_count(channels, 'channel')}, but the test file {second_name} has {others}."
+        raise TextError(problem, SAY_DATASET)
     labels = [label for _, label in first]
     if len(set(labels)) < 2:
         raise TextError(f"{first_name} has a single label: {labels[0]}.", "Give a file with at least two classes.")
@@ -383,7 +387,7 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
     listed = [label for label in header.get("@classlabel", "").split()[1:] if label in labels]
     classes = list(dict.fromkeys([*listed, *sorted(set(labels))]))  # in the order of the header, then sorted
     if unknown := sorted({label for _, label in second} - set(classes)):
-        raise TextError(f"{second_name} has the label {unknown[0]}, which is missing from {first_name}.", REMEDY)
+        raise TextError(f"{second_name} has the label {unknown[0]}, which is missing in {first_name}.", SAY_DATASET)
     if digest == test_digest:
         raise TextError(f"The training and test files have the same content ({first_name}).", "Give another test file.")
     validation: list[int] = []

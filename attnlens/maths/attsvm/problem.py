@@ -135,8 +135,8 @@ def selection(
     integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
     if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"Each of the {samples} samples needs a query, the integer index of its chosen token and, if margins are "
-            "given, a margin.",
+            f"Each of the {samples} samples needs a query, the integer index of the chosen token and, if margins "
+            "are given, a margin.",
             "Give one query and one chosen token per sample; leave out margins if all are 1.",
         )
     rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)
@@ -287,9 +287,11 @@ def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[
     """Return the numbers in float64; raise UsageError if they are not real or not finite, or if the shape is wrong."""
     numbers = require_real(name, numbers)
     if numbers.ndim != axes or (axes > 1 and not numbers.shape[-1]):
-        needed = SHAPES.get(name, "(samples, tokens, d)" if axes == 3 else "(tokens, d)")
-        problem = f"The {name} have shape {tuple(numbers.shape)}, not {needed} with a non-empty last dimension."
-        raise UsageError(problem, f"Reshape the {name} to {needed}.")
+        needed = "1 dimension" if axes == 1 else f"{axes} dimensions, of which the last must not be empty"
+        raise UsageError(
+            f"`{name}` has shape {tuple(numbers.shape)}, but needs {needed}.",
+            f"Reshape `{name}` to {SHAPES.get(name, '(samples, tokens, d)' if axes == 3 else '(tokens, d)')}.",
+        )
     if not numbers.isfinite().all():
         raise UsageError(f"The {name} contain NaN or Inf.", f"Check the code that computes the {name} for overflow.")
     return numbers.detach().double()

@@ -75,8 +75,10 @@ def _select_files(names: Collection[str], where: str) -> list[str]:
     if ADAPTER_CONFIG not in names and CONFIG in names:
         raise ModelError(f"{shorten_text(where)} is a model, not an adapter.", "Give it as MODEL, without --adapter.")
     if ADAPTER_CONFIG not in names and (folders := locate.folders_below(names, where)):
-        problem = f"{shorten_text(where)} has no {ADAPTER_CONFIG}, but folders inside it contain adapters."
-        raise ModelError(problem, f"Name one of these folders, e.g. {shorten_text(f'{where}/{folders[-1]}')}.")
+        problem = (
+            f"{shorten_text(where)} has no {ADAPTER_CONFIG}, but at least one folder inside it contains an adapter."
+        )
+        raise ModelError(problem, f"Name such a folder, e.g. {shorten_text(f'{where}/{folders[-1]}')}.")
     if missing := [name for name in (ADAPTER_CONFIG, TENSORS) if name not in names]:
         pickled = " (a pickled adapter, which can run code when opened, is not read)" * (PICKLE in names)
         raise ModelError(f"{shorten_text(where)} has no {missing[0]}{pickled}.", SAY_FOLDER)
@@ -209,7 +211,7 @@ def _merge_layer(path: str, layer: LoraLayer) -> None:
     cast("nn.Module", layer).double()
     layer.merge()
     if magnitudes and not (magnitudes[0].all() and base_layer.weight.isfinite().all()):
-        raise ModelError(f"The DoRA magnitudes or row norms of {path} are 0 or not finite.", SAY_AGAIN)
+        raise ModelError(f"Some DoRA magnitudes or row norms of {path} are 0 or not finite.", SAY_AGAIN)
     base_layer.to(dtype)
 
 

@@ -103,7 +103,7 @@ def check_loaded(
             if not missing.isdisjoint(names_in_model(candidate, model.base_model_prefix)):
                 _refuse_added(where, name, candidate)
     if is_empty:
-        problem = f"None of the weights in {place.file} belongs to a {type(model).__name__}: the file contains"
+        problem = f"None of the weights in {place.file} belongs to the class {type(model).__name__}: the file contains"
         raise ModelError(f"{problem} {format_names(sorted(stored))}.", "Use the config.json of these weights.")
 
 

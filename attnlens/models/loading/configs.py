@@ -232,7 +232,7 @@ def quantisation(place: Location) -> tuple[str | None, Json]:
     ):
         reason = "are rotated or sparse, which is not supported"
     elif method == "awq" and (version != "gemm" or any(settings.get(name, 4) != 4 for name in ("bits", "w_bit"))):
-        reason = f"are in version {format_value(version)}; anything but version gemm with four bits is not supported"
+        reason = f"are in version {format_value(version)}; only version 'gemm' with four bits is supported"
     elif method == "gptq" and (unknown := [name for name, usual in GPTQ.items() if settings.get(name) not in usual]):
         reason = f"have {unknown[0]} = {format_value(settings[unknown[0]])}, which is not supported"
     if reason:

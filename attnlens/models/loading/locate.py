@@ -84,7 +84,7 @@ class Hub:
             problem = f"{self.id}{suffix} is neither a local folder nor a model in the local cache; {reason}."
             remedy = f"Check the path of a folder, or run `hf download {self.id}{option}` with a network connection."
             if get_close_matches(self.id, ["demo"]):
-                remedy = f"Did you mean demo? {remedy}"
+                remedy = f"Did you mean `demo`? {remedy}"
             raise ModelError(problem, remedy) from None
 
 

@@ -83,7 +83,7 @@ def check_device_map(options: Mapping[str, object]) -> None:
     """Raise UsageError if arguments of `load` contradict device_map, or if max_cpu_memory is given without it."""
     SpreadRequest.model_validate({name: options[name] for name in SpreadRequest.model_fields})
     if options["device_map"] is None and options["max_cpu_memory"] is not None:
-        raise UsageError("max_cpu_memory requires device_map.", "Add device_map='auto'.")
+        raise UsageError("max_cpu_memory requires device_map.", "Add device_map='auto' (--device spread).")
     defaults = {"device": "auto", "from_files": False, "adapter": None}
     others = [name for name, default in defaults.items() if options[name] != default]
     if options["device_map"] is not None and others:

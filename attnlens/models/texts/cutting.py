@@ -159,7 +159,7 @@ def batches(
     count, notes = len(rows) or wanted, list(() if files else accepted.notes)
     if rows and count < cut.sequences:
         what = "windows" if cut.pack else "lines"
-        few = f"Each sequence uses one file, so that there are {count} sequences instead of {cut.sequences}."
+        few = f"Each sequence uses one file, so the number of sequences is {count} instead of {cut.sequences}."
         notes.append(few if count == files_each else f"The text has only {count} of the {wanted} requested {what}.")
     feed = media.Feed(loaded.model, accepted, cut.seed, skip_noise, files)
     return Batches(

@@ -27,7 +27,7 @@ from attnlens.files import read_bytes, read_stream, shorten_text, with_home
 from attnlens.models.loading.building import DOWNLOADING, silence_logging
 from attnlens.models.loading.configs import text_config
 from attnlens.models.loading.locate import DEMO, foreign, reachable
-from attnlens.wording import join_items
+from attnlens.wording import format_count, join_items
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -138,9 +138,10 @@ def read(path: str, *, offline: bool = False) -> Content:
             return Content("".join(value.rstrip("\n") + "\n" for value in values), f"{name} (field {field_name})")
     if objects:
         fields = join_items(dict.fromkeys(field_name for row in objects for field_name in row))
-        tried = " nor ".join(f"`{field_name}`" for field_name in TEXT_FIELDS)
-        problem = f"{name} is JSON, but neither {tried} contains a string in every row; its fields are: {fields}."
-        raise TextError(problem, "Rename the field that contains the text to `text`, or give a plain text file.")
+        names = " nor ".join(f"`{field_name}`" for field_name in TEXT_FIELDS)
+        problem = f"{name} is JSON, but neither {names} contains a string in every row; its fields are: {fields}."
+        remedy = f"Rename the field that contains the text to `{TEXT_FIELDS[0]}`, or give a plain text file."
+        raise TextError(problem, remedy)
     return Content(text, name)
 
 
@@ -295,7 +296,7 @@ def required_inputs(model: PreTrainedModel) -> list[str]:
 def describe_missing_inputs(model: PreTrainedModel, names: Sequence[str]) -> tuple[str, str]:
     """Return the problem and the remedy of the error for inputs that can't be generated."""
     return (
-        f"attnlens cannot generate {' and '.join(names)} for a {type(model).__name__}.",
+        f"attnlens cannot generate {' and '.join(names)} for {type(model).__name__}.",
         "Put preprocessor_config.json into the model's folder, or pass the inputs to attnlens.capture.",
     )
 
@@ -373,7 +374,7 @@ def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens:
     room = tokens - len(before) - len(after)
     ids = _ids(tokenizer, content, content.text, special=False)
     if len(ids) < room:
-        problem = f"The text ({content.name}) has {len(ids)} tokens, but one window needs {room}."
+        problem = f"The text ({content.name}) has {format_count(len(ids), 'token')}, but one window needs {room}."
         raise TextError(problem, "Give a longer text, or a smaller --length.")
     starts = range(0, len(ids) - room + 1, room)
     # arrays need a tenth of the memory of lists
@@ -420,7 +421,10 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
     bare, whole = (_ids(tokenizer, content, sample, special=special) for special in (False, True))
     starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
     if not bare or not starts:
-        raise TextError(f"The tokenizer returns no tokens for the text ({content.name}).", "Give another text.")
+        problem = f"The tokenizer returns no tokens for the text ({content.name})."
+        if bare:
+            problem = f"The tokenizer splits the text ({content.name}) differently when it adds special tokens."
+        raise TextError(problem, "Give another text.")
     before, after = whole[: starts[0]], whole[starts[0] + len(bare) :]
     if tokens <= (special := len(before) + len(after)):
         problem = f"--length {tokens} leaves no room for text: special tokens need {special}."
@@ -433,7 +437,7 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
     limit = position_limit(model)
     length = tokens or max(2, min(LENGTH, limit or LENGTH))
     if limit is not None and length > limit:
-        raise UsageError(f"The model accepts at most {limit} tokens, not {length}.", "Use a smaller --length.")
+        raise UsageError(f"The model accepts at most {limit} tokens, not {length}.", f"Use --length {limit} or less.")
     return length
 
 

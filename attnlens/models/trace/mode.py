@@ -409,7 +409,7 @@ class _Tracer(TorchFunctionMode):
                 raise unreadable(f"its output differs from softmax(scores) · values (relative difference {error:.1e})")
         except UnreadableError as refusal:
             if self.modules is not None:  # without an error, the model would compute a site that was read before
-                problem = f"A {type(owner).__name__} can't be traced on these inputs: {refusal.problem}."
+                problem = f"{type(owner).__name__} can't be traced on these inputs: {refusal.problem}."
                 raise ModelError(problem, "Give inputs of the same kind as in the first forward pass.") from None
             self.refused[owner] = refusal.problem
             return original()

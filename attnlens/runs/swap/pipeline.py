@@ -241,7 +241,7 @@ def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cu
     """
     if cut.image or cut.audio:
         problem = "Fitting, choosing ranks and healing would use the same images or sounds as the evaluation."
-        raise UsageError(problem, "Omit `image` and `audio` to use random inputs, or omit `fit`.")
+        raise UsageError(problem, "Omit --image and --audio to use random inputs or, for a fit, omit --fit.")
     loaded, evaluated = session.loaded, session.evaluated
     if session.train is not None or session.ranks is None:
         skip = evaluated.sequences

@@ -275,7 +275,9 @@ def choose_sites(
                 chosen[site] = present
     if not chosen:
         parts = ", ".join(sorted({site.part for site in heads_of}))
-        raise UsageError("No attention sites selected.", f"Choose --part from: {parts}; or select other --layers.")
+        raise UsageError(
+            "No attention sites selected.", f"Choose --part from: {parts}; or select other --layers or --heads."
+        )
     for path, why in survey.missed.items():
         if why is not None and layers is None:
             last = max(int(each.site.layer_name.rpartition(".")[2]) for each in survey.sites)
