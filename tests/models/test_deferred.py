@@ -407,7 +407,7 @@ def test_results_of_a_site_do_not_depend_on_the_other_sites(name, way, tmp_path,
 
 @pytest.mark.parametrize("more", [("--shard", "1/1"), pytest.param(("--jobs", "2"), marks=pytest.mark.full)])
 def test_a_model_that_does_not_fit_is_read_from_its_files(more, folder, tmp_path, monkeypatch):
-    refused(ModelError, lambda: loading.load(folder, from_files=True, adapter=tmp_path), "can't merge an adapter")
+    refused(ModelError, lambda: loading.load(folder, from_files=True, adapter=tmp_path), "no adapter can be merged")
     monkeypatch.setattr(placement, "free_memory", lambda: 1)  # in this process; workers find the real amount
     words = "inspect", folder, "--source", "weights", "--analyzer", "symmetry", "--work", tmp_path / "work"
     done = invoke(*words, *more, "--json", tmp_path / "r.json")

@@ -71,11 +71,11 @@ def test_anything_but_a_common_rotation_is_refused():
     one_pair = torch.cat((true.angles[:, :-1], other.angles[:, -1:]), 1)
     for query, key, words in (
         (queries, turned(other, seed=1), "rotate differently"),
-        (queries, turned(true.transposed, seed=1), "more than the direction"),
+        (queries, turned(true.transposed, seed=1), "more than rotate queries and keys"),
         (queries, keys[:, :1].expand_as(keys), "rotate differently"),
-        (queries, turned(rotation("interleaved"), seed=1), "more than the direction"),
-        (queries * lengths, keys * lengths, "more than the direction"),
-        (queries + random(POSITIONS, SIZE), keys, "more than the direction"),
+        (queries, turned(rotation("interleaved"), seed=1), "more than rotate queries and keys"),
+        (queries * lengths, keys * lengths, "more than rotate queries and keys"),
+        (queries + random(POSITIONS, SIZE), keys, "more than rotate queries and keys"),
         (queries, turned(Rotation(true.pairs, one_pair, SIZE), seed=1), "rotate differently"),
     ):
         with pytest.raises(UnreadableError, match=words):

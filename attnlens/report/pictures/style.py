@@ -179,7 +179,7 @@ def scale_values(axes: Axes, least: float, most: float, *, logarithmic: bool) ->
     """Set the limits of the y axis slightly beyond `least` and `most`, on a linear or logarithmic scale."""
     if logarithmic:
         scale_logarithmically(axes, "y")
-        room = max(1.25, (most / least) ** 0.03)
+        room = np.clip((most / least) ** 0.03, 1.25, 1.9)
         axes.set_ylim(least / room, most * room)
     else:
         room = 0.05 * (most - least) or 0.5
