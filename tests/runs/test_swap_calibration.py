@@ -173,7 +173,7 @@ def test_a_budget_needs_enough_text_without_repetition(tmp_path, monkeypatch):
     options = READ | {"budget": "loss:5%", "text": paths["own"]}
     for names, match in (
         (["far", "short"], few),
-        (["brief"], r"brief\.txt has 7 windows that"),
+        (["brief"], r"brief\.txt has 7 windows not used"),
         (["again"], r"is repetitive: .* also occurs in the text for fitting"),
     ):
         with pytest.raises(TextError, match=match):
