@@ -24,8 +24,9 @@ from hostile_reports import STEERING, hostile_experiments
 from views import absent, check_layout, draw
 
 from attnlens.errors import UsageError
-from attnlens.records import Curve
+from attnlens.records import Curve, Experiment
 from attnlens.report import export
+from attnlens.report.findings import find, next_commands
 from attnlens.report.pictures import experiments as pictures
 from attnlens.report.pictures.charts import panel_figure
 from attnlens.report.pictures.experiments import experiment_overview, experiment_panels
@@ -34,6 +35,7 @@ from attnlens.report.render import terminal
 from attnlens.report.report import read_report
 from attnlens.report.sections import experiments as sections
 from attnlens.report.sections import facts
+from attnlens.report.shapes import Shapes
 
 NOTHING = {"published": None, "tolerance": None, "bounds": {}}
 
@@ -353,6 +355,23 @@ def test_values_that_span_factors_are_drawn_by_factors_and_none_have_a_note():
         axes = panel_axes(converging(curves={"x": Curve(steps=[1, 2], median=median)}))
         assert [text.get_text() for text in axes.texts if text.get_text() == "no value"] == notes
         assert (list(axes.get_yticks()) == []) == bool(notes)
+
+
+@pytest.mark.parametrize(
+    ("cosines", "verdict"),
+    [([0.4, 0.9, 0.995], "Yes"), ([0.4, 0.9, 0.965], "Not yet"), ([0.4, 0.9, 0.9005], "No"), ([0.4, 0.9, 0.8], "No")],
+)
+def test_descent_has_missed_its_svm_only_if_the_cosine_no_longer_rises(cosines, verdict):
+    steps = [0.0, 200.0, 400.0]
+    curves = {f"correlation, from {name}": Curve(steps=steps, median=cosines) for name in ("zero", "the head")}
+    final = {name: curve.median[-1] for name, curve in curves.items()} | {"correlation of the head": 0.4}
+    head = Experiment(name="head 3.2", question="?", settings={"iterations": 400}, final=final, curves=curves)
+    report = experiment_report(head)
+    (finding,) = find(Shapes(report))
+    assert finding.answer.startswith(f"{verdict}: ")
+    assert ("400 iterations" in finding.answer) == (verdict != "Yes")
+    commands = next_commands(Shapes(report))
+    assert any("--iterations 1600" in command for command in commands) == (verdict != "Yes")
 
 
 def test_a_null_is_drawn_as_a_band_and_named_by_its_meaning():

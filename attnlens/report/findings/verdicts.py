@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from attnlens.records import BackendCheck, Experiment, Finding, MaskCheck, Report, StudyTable
+from attnlens.records import BackendCheck, Curve, Experiment, Finding, MaskCheck, Report, StudyTable
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.checked import Names, describe_fault, is_close, untested_masks
 from attnlens.report.sections.facts import count_origins, state_untested
@@ -20,6 +20,7 @@ from attnlens.wording import NO_VALUE, clean, format_count, join_items, short
 CORRELATION = "correlation of the head"  # Name of the figure that gives the cosine of a head to its SVM
 SOFT, SOFT_SVM = "KL, the head, c = 1", "KL, its SVM at the same norm, c = 1"  # Names of figures on hardening
 REACHED = 0.99  # Cosine to the SVM above which gradient descent counts as having reached the SVM
+RISING = 1e-3  # Rise of the cosine in the second half of the iterations above which gradient descent has not ended
 MOST_TRIALS = 1000  # Offset between seeds with different trials, because trial i uses seed + i
 MOST_VALUES = 4  # Maximum number of values of an experiment that are printed
 MOST_SERIES = 4  # Maximum number of measures of a series of checkpoints that are printed
@@ -222,9 +223,23 @@ def _ends(experiment: Experiment) -> dict[str, float | None]:
 
 
 def _verdict(experiment: Experiment) -> str:
-    """Return `Yes` if gradient descent reaches a head's SVM from every start with a known end, else `No`."""
-    reached = [value for value in _ends(experiment).values() if value is not None]
-    return "Yes" if reached and all(value > REACHED for value in reached) else "No"
+    """Return `Yes` if gradient descent reaches a head's SVM from every start with a known end.
+
+    Otherwise return `Not yet` if the cosine still rises from every other start, and `No` if from one it does not.
+    """
+    ends = {name: value for name, value in _ends(experiment).items() if value is not None}
+    left = [name for name, value in ends.items() if value <= REACHED]
+    if ends and not left:
+        return "Yes"
+    curves = [experiment.curves.get(f"correlation, from {name}") for name in left]
+    return "Not yet" if left and all(curve is not None and _rises(curve) for curve in curves) else "No"
+
+
+def _rises(curve: Curve) -> bool:
+    """Return True if the second half of the steps raised the value by more than RISING."""
+    before = [value for step, value in zip(curve.steps, curve.median, strict=True) if step <= curve.steps[-1] / 2]
+    last, middle = curve.median[-1], before[-1] if before else None
+    return last is not None and middle is not None and last - middle > RISING
 
 
 def _head_finding(experiment: Experiment) -> Finding:
@@ -235,7 +250,13 @@ def _head_finding(experiment: Experiment) -> Finding:
     own = experiment.final[CORRELATION]
     share = experiment.final.get("selection kept, from the head")
     tokens = "" if share is None else f" Training from the head keeps {100 * share:.0f} % of its selected tokens."
-    answer = f"{verdict}: gradient descent ends at a cosine to the SVM of {join_items(reached)}."
+    iterations = experiment.settings.get("iterations")
+    end = {
+        "Yes": "gradient descent ends at a cosine to the SVM of",
+        "Not yet": f"the cosine to the SVM still rises. After {iterations} iterations it is",
+        "No": f"the cosine to the SVM has stopped rising below {REACHED}. After {iterations} iterations it is",
+    }
+    answer = f"{verdict}: {end[verdict]} {join_items(reached)}."
     return Finding(
         question=f"{clean(experiment.name).capitalize()}: does descent reach its SVM?",
         answer=answer if reached else "Unknown: gradient descent ended without a cosine to the SVM.",
@@ -258,7 +279,7 @@ def after_experiments(shapes: Shapes) -> Iterator[str]:
     heads = [each for each in experiments if CORRELATION in each.final]
     if heads:
         layer, _, number = heads[0].name.split()[-1].rpartition(".")
-        if _verdict(heads[0]) == "No":
+        if _verdict(heads[0]) != "Yes":
             iterations = 4 * int(str(heads[0].settings["iterations"]))
             yield f"attnlens converge {model} --head {layer}.{number} --iterations {iterations}"
         yield f"attnlens inspect {model} --head {layer}.{number} --analyzer selection --show selection"
