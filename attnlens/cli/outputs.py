@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -129,7 +129,7 @@ def run_command(
             report, unsaved = error.report, error
     changed = isinstance(request, KernelRequest) and request.save is not None and unsaved is None
     saved = [f"the changed model to {outputs.save}"] * changed
-    deliver(outputs, report, interrupted=stopped, saved=saved, ranks=params.get("ranks"))
+    deliver(outputs, report, interrupted=stopped, saved=saved, params=params)
     if unsaved is not None:
         raise unsaved
     if written is not None:
@@ -320,18 +320,19 @@ def deliver(
     interrupted: bool = False,
     saved: Sequence[str] = (),
     source: str | None = None,
-    ranks: str | None = None,
+    params: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write the data, show the tables, draw the pictures, and print the names of the written files.
 
     `writers` (by option) and `summary` default to those of `export`. `annotate` runs after the summary; `saved` lists
-    other outputs to print as written. `source` and `ranks` are the files from which the report and its plan were read,
-    if any. A failure does not prevent other outputs. At the end, the last failure is raised or, if `interrupted`, Exit.
+    other outputs to print as written. `source` is the file from which the report was read, if any, and `params` are the
+    command's options. A failure does not prevent other outputs. At the end, the last failure is raised or, if
+    `interrupted`, Exit.
     """
     if writers is None or summary is None:
         from attnlens.report import export  # late, because it loads the records
 
-        files = _list_files(outputs, source, ranks, saved=bool(saved))
+        files = _list_files(outputs, source, params, saved=bool(saved))
         writers = export.WRITERS
         summary = partial(export.summary, all_heads=outputs.table, verbose=outputs.verbose, written=files)
     failures: list[AttnlensError | typer.Exit] = []
@@ -367,16 +368,18 @@ def deliver(
         raise last
 
 
-def _list_files(outputs: Outputs, source: str | None, ranks: str | None, *, saved: bool) -> Written:
+def _list_files(outputs: Outputs, source: str | None, params: Mapping[str, Any], *, saved: bool) -> Written:
     """Return the files that the commands under "Next" can name; `saved` is True if the changed model was saved."""
     from attnlens.report.shapes import Written  # late, because it loads the records
 
     paths = {name: str(path) for name, path in outputs.files("json", "plan").items()}
     return Written(
         report=source or paths.get("json"),
-        plan=ranks or paths.get("plan"),
+        plan=params.get("ranks") or paths.get("plan"),
         model=outputs.save if saved else None,
         shown=outputs.table or outputs.html is not None or outputs.figure is not None,
+        text=tuple(map(str, params.get("text") or ())),
+        calibration=tuple(map(str, params.get("calibration") or ())),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,12 +79,18 @@ class MeasureMap:
 
 @dataclass(frozen=True)
 class Written:
-    """Files that a command wrote, from which its result can be used without computing it again."""
+    """Files that a command wrote, from which its result can be used without computing it again, and its texts."""
 
     report: str | None = None  # the report as JSON
     plan: str | None = None  # the plan of ranks
     model: str | None = None  # the changed model
     shown: bool = False  # True if a picture, a page or all tables were requested
+    text: tuple[str, ...] = ()  # values of --text, as the user typed them
+    calibration: tuple[str, ...] = ()  # values of --calibration, likewise
+
+    def options(self, *names: str) -> str:
+        """Return the command-line options with these names (`text`, `calibration`); "" if the user gave none."""
+        return "".join(f" --{name} {quote(file)}" for name in names for file in getattr(self, name) if file != "-")
 
 
 class Shapes:

@@ -298,7 +298,7 @@ def test_the_program_runs_and_explains_it():
     assert run.returncode == 0, run.stderr
     page = " ".join((run.stdout + invoke("explain", "nearest").stdout).split())
     for words in (
-        *("nearest:part=positive", "symmetric and no-skew give the same attention"),
+        *("nearest:part=positive", "`symmetric` and `no-skew` give the same attention"),
         *("does not run with a key-value cache", "(symmetric or positive or no-key or no-skew)", "(fitted or oracle)"),
     ):
         assert words in page

@@ -240,6 +240,10 @@ def test_next_commands_of_a_plan_use_its_file_and_search_a_larger_budget() -> No
         assert f"--ranks {file}" in use
         assert "--layers" not in use
         assert again == search
+    texts = Written(plan="plan.json", text=("my text.txt", "-"), calibration=("c.txt",))
+    assert all(
+        " --text 'my text.txt' --calibration c.txt" in command for command in next_commands(Shapes(report, texts))[:2]
+    ), "the same texts; stdin cannot be read again"
     assert "--plan FILE" in advise_saving(Shapes(report, Written()))
     assert not advise_saving(Shapes(report, Written(plan="plan.json")))
 

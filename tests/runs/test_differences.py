@@ -146,7 +146,7 @@ def test_prompts_are_the_lines_of_a_file_and_shorter_than_the_context(demo, tmp_
     fits, exceeds = (f"short\n{word * count}\n" for count in (limit - 1, limit))
     assert tokenize_prompts(demo, Content(fits, "long.txt")).ids.shape == (2, limit - 1), "the control: one token less"
     for error, match, text, model, options in (
-        (UsageError, "prompts have no effect", "a", demo, {"generate": 0}),
+        (UsageError, "`prompts` has no effect", "a", demo, {"generate": 0}),
         (UsageError, "can read stdin", "a", "no/such/model", {"prompts": "-", "text": "-"}),
         (TextError, r"prompts.txt contains no prompts.\n.*one prompt per line", "\n  \n", "demo", {}),
         (

@@ -506,7 +506,7 @@ def test_only_sites_with_the_chosen_heads_are_swapped_and_have_shapes():
         ({"calibration": "a.txt"}, "no effect without --fit", "--fit"),
         ({"kernels": "laplacian", "path": "fused"}, "No fused implementation", ""),
         ({"kernels": "rbff"}, "Unknown kernel 'rbff'", "Did you mean 'rbf'"),
-        ({"kernels": "polynomial:degree=3"}, "odd degree", ""),
+        ({"kernels": "polynomial:degree=3"}, "odd `degree`", ""),
         ({"kernels": "rbf:gamma=x"}, "must be a number", ""),
         ({"kernels": "rbf:gamma=-1"}, "must be finite and above 0", ""),
         ({"kernels": []}, "No kernel given", ""),

@@ -387,7 +387,7 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
     listed = [label for label in header.get("@classlabel", "").split()[1:] if label in labels]
     classes = list(dict.fromkeys([*listed, *sorted(set(labels))]))  # in the order of the header, then sorted
     if unknown := sorted({label for _, label in second} - set(classes)):
-        raise TextError(f"{second_name} has the label {unknown[0]}, which is missing in {first_name}.", SAY_DATASET)
+        raise TextError(f"{second_name} has the label {unknown[0]}, which is missing from {first_name}.", SAY_DATASET)
     if digest == test_digest:
         raise TextError(f"The training and test files have the same content ({first_name}).", "Give another test file.")
     validation: list[int] = []

@@ -369,7 +369,7 @@ def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
 def next_commands(shapes: Shapes) -> Iterator[str]:
     """Yield commands that follow up the findings, most of them by measuring an effect on the model."""
     report, tests = shapes.report, HeadTests(shapes)
-    model = model_argument(report)
+    model = model_argument(report) + ("" if shapes.written is None else shapes.written.options("text"))
     predicts = "LM" in report.model.architecture or "For" in report.model.architecture
     if predicts and tests.heads("weights.effective_rank", -1):
         yield f"attnlens ranks {model} --budget loss:1%"

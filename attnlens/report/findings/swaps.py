@@ -318,7 +318,7 @@ def after_swap(shapes: Shapes) -> Iterator[str]:
     written = Written() if shapes.written is None else shapes.written
     # the kernel whose loss rises least; without a loss, the first
     swap = min(report.swaps, key=lambda swap: math.inf if swap.loss is None or swap.diverged else swap.loss.delta)
-    model, scope, windows = model_argument(report), _scope(report), _windows(report)
+    model, scope, windows = model_argument(report), _scope(report), _windows(report, written)
     if written.model is not None and report.model.adapter is None:
         yield f"attnlens compare {model} {quote(written.model)}"
     cheaper = _cheaper_window(swap)
@@ -331,7 +331,7 @@ def after_swap(shapes: Shapes) -> Iterator[str]:
     kernel += " --fit" * any(stage.name == "fitted" for stage in swap.stages)
     loss = None if swap.diverged else swap.loss
     if loss is not None and _is_unclear(loss):
-        yield f"attnlens swap-kernel {kernel}{_windows(report, times=2)}"
+        yield f"attnlens swap-kernel {kernel}{_windows(report, written, times=2)}"
     elif loss is not None and loss.delta < NEGLIGIBLE * loss.before and written.model is None:
         yield f"attnlens swap-kernel {kernel}{windows} --save changed"
     if cheaper:
@@ -369,24 +369,27 @@ def _after_plan(report: Report, plan: Plan, written: Written) -> Iterator[str]:
     A larger budget is suggested only if keys can shrink further.
     """
     model, scope, file = model_argument(report), _scope(report), plan_file(written)
+    fitted_on = written.options("calibration")
     exceeded = plan.measured is None or plan.measured.share > plan.budget
     if file is not None:
         use = f"{model} --ranks {quote(file)}"
         if exceeded:
-            yield f"attnlens heal {use}{_windows(report)} --train 500k"
+            yield f"attnlens heal {use}{_windows(report, written)}{fitted_on} --train 500k"
         elif not _holds(plan):
-            yield f"attnlens ranks {use}{_windows(report, times=2)}"
+            yield f"attnlens ranks {use}{_windows(report, written, times=2)}{fitted_on}"
         elif written.model is None:
-            yield f"attnlens ranks {use}{_windows(report)} --save smaller"
+            yield f"attnlens ranks {use}{_windows(report, written)}{fitted_on} --save smaller"
     if not _is_exhausted(plan):
-        yield f"attnlens ranks {model} --budget {plan.unit}:{200 * plan.budget:g}%{scope}{_windows(report)}"
+        twice = f"{plan.unit}:{200 * plan.budget:g}%"
+        yield f"attnlens ranks {model} --budget {twice}{scope}{_windows(report, written)}{fitted_on}"
 
 
-def _windows(report: Report, times: int = 1) -> str:
-    """Return the options that make a command read `times` as many windows, of the same length, as this report."""
+def _windows(report: Report, written: Written, times: int = 1) -> str:
+    """Return the options for `times` as many windows as this report has, of the same length and from the same texts."""
     count = None if report.settings.windows is None else times * report.settings.windows
     parts = ("windows", count, WINDOWS), ("length", report.settings.length, LENGTH)
-    return "".join(f" --{name} {part}" for name, part, usual in parts if part not in (None, usual))
+    windows = "".join(f" --{name} {part}" for name, part, usual in parts if part not in (None, usual))
+    return windows + written.options("text")
 
 
 def _scope(report: Report) -> str:
