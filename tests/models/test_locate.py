@@ -213,7 +213,7 @@ def test_a_gguf_file_needs_its_packages_and_to_be_the_only_one(tmp_path, monkeyp
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + b"\0" * 20)
     with monkeypatch.context() as patch:
         patch.setattr("transformers.utils.import_utils.is_gguf_available", lambda: False)
-        check_refusals(ModelError, (tmp_path, {}, "attnlens[gguf]"))
+        check_refusals(ModelError, (tmp_path, {}, "gguf is not installed"))
     pytest.importorskip("gguf", reason="GGUF files need the package gguf")
     pytest.importorskip("accelerate", reason="GGUF files need the package accelerate")
     check_refusals(ModelError, (tmp_path, {}), (tmp_path / "model.gguf", {}))

@@ -281,9 +281,10 @@ def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stor
 
     check_entries(place.folder, names_in(place.folder), adapter_too=adapter_too, gguf=bool(place.gguf))
     configs.check_config(place)
-    if place.gguf and not (is_gguf_available() and is_accelerate_available()):
-        problem = f"{place.file} needs the packages gguf and accelerate, but at least one is not installed."
-        raise ModelError(problem, 'Run: pip install "attnlens[gguf]"')
+    packages = {"gguf": is_gguf_available, "accelerate": is_accelerate_available} if place.gguf else {}
+    if missing := [name for name, is_available in packages.items() if not is_available()]:
+        problem = f"{place.file} can't be read, because {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
+        raise ModelError(f"{problem} not installed.", f"Run: pip install {' '.join(missing)}")
     if place.urls:  # not downloaded: their headers are read from the hub later
         return {}
     stored = list_tensors(place)
