@@ -228,6 +228,18 @@ def test_next_commands_are_accepted_by_their_command(report: Report) -> None:
         get_command(app).commands[name].make_context(name, arguments)
 
 
+def test_measures_of_ones_own_analyzer_are_findings_beside_the_answers_to_questions() -> None:
+    both = random_report(0, symmetric=8)
+    heads = [
+        head.model_copy(update={"measures": head.measures | {"tokens.mine": Measure(value=0.01 * place, n=1)}})
+        for place, head in enumerate(both.heads)
+    ]
+    own = {finding.question: finding for finding in findings(both.model_copy(update={"heads": heads}))}
+    assert list(own) == [*(finding.question for finding in findings(both)), "Mine?"]
+    assert own["Mine?"].measures == ["tokens.mine"]
+    assert f"from 0 to {0.01 * (len(heads) - 1):.3g}" in own["Mine?"].answer
+
+
 def test_next_commands_of_a_plan_use_its_file_and_search_a_larger_budget() -> None:
     """A plan sets its layers, so `--ranks` refuses `--layers`. A report contains the plan, and serves as its file."""
     report = planned()

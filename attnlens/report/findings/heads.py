@@ -9,7 +9,7 @@ differs from chance, at most 5 % of runs report one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from shlex import quote
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnlens.analyzers.registry import NULL_DRAWS
+from attnlens.analyzers.registry import NULL_DRAWS, Analyzer, Gathering, list_analyzers
 from attnlens.records import Finding, Head, Report, Severity
 from attnlens.report.shapes import MeasureMap, Shapes, middle
 from attnlens.wording import capitalise, decimals_for, format_count, format_number, join_items, short, title_of
@@ -113,11 +113,17 @@ def _adjust(p: Float[np.ndarray, " tests"]) -> Float[np.ndarray, " tests"]:
 
 
 def findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the findings on an adapter, then the answers to QUESTIONS; if there are neither, yield medians."""
+    """Yield the findings on an adapter, the answers to QUESTIONS, and medians for analyzers that answer neither."""
     tests = HeadTests(shapes)
     questions = (_adapted, *QUESTIONS) if shapes.report.model.adapter is not None else QUESTIONS
     answered = [finding for question in questions if (finding := question(tests)) is not None]
-    yield from answered or _medians(shapes)
+    yield from answered
+    names = {name for finding in answered for name in finding.measures}
+    groups = [(entry, {info.name for info in entry.measures}) for entry in list_analyzers()]
+    # a report can also contain measures of analyzers that are not registered here
+    covered = set[str]().union(*(group for entry, group in groups if _is_standard(entry) or group & names))
+    others = [reading for name, reading in shapes.readings.items() if name not in covered or not answered]
+    yield from _medians(others, shapes)
 
 
 def _adapted(tests: HeadTests) -> Finding | None:
@@ -255,12 +261,18 @@ def _like_svm(tests: HeadTests) -> Finding | None:
     return _finding("Selects like an SVM?", f"{verdict}: {answer}.", text, names, notable=max(shares) > 0)
 
 
+def _is_standard(entry: Analyzer | Gathering) -> bool:
+    """Return True for an analyzer of attnlens that runs by default, whose measures QUESTIONS cover."""
+    owner = entry.begin if isinstance(entry, Gathering) else entry.function
+    return entry.by_default and owner.__module__.startswith("attnlens.")
+
+
 QUESTIONS = (_symmetric, _peaked, _by_content, _low_rank, _like_svm)
 
 
-def _medians(shapes: Shapes) -> Iterator[Finding]:
-    """Yield medians, or counts of categories, of up to three measures, for analyzers that answer no question here."""
-    varying = [reading for reading in shapes.readings.values() if not reading.constant]
+def _medians(readings: Iterable[MeasureMap], shapes: Shapes) -> Iterator[Finding]:
+    """Yield medians, or counts of categories, of up to three measures that differ between heads."""
+    varying = [reading for reading in readings if not reading.constant]
     for reading in [each for each in varying if each.info.headline][:3] or varying[:3]:
         if reading.labels:
             names = Counter(reading.labels[round(value)] for value in reading.present.tolist())
