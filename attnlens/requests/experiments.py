@@ -97,7 +97,9 @@ class DescentRequest(Request):
     lr: Rate | None = keyword("Step size of normalised gradient descent.")
     loss: Literal["logistic", "exponential"] | None = keyword("Loss function: `logistic` or `exponential`.")
     parameterisation: Literal["both", "W", "KQ"] | None = keyword("Parameterisation to train: `W`, `KQ` or `both`.")
-    iterations: Whole | None = synthetic_option("Number of gradient-descent steps.", least=1, most=10_000_000)
+    iterations: Whole | None = synthetic_option(
+        "Number of gradient-descent steps, also with --head.", least=1, most=10_000_000
+    )
 
 
 class SizesRequest(DescentRequest):

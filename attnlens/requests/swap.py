@@ -109,7 +109,9 @@ class KernelRequest(ModelRequest):
     save: fields.FolderPlace = new_folder("Save the changed model to this new or empty folder.")
 
 
-fit_option = partial(switch, "Fit the kernel's free parameters to calibration text, in closed form for each head.")
+fit_option = partial(
+    switch, "Fit the kernel's free parameters to calibration text, separately for each head and without training."
+)
 
 
 class SwapRequest(SharedRequest, KernelRequest):

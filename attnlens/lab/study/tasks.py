@@ -53,7 +53,7 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
 
 
 def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[Rows, dict[str, str]]:
-    """Read lines of tab-separated columns; `columns` lists the allowed numbers of columns, which all lines must share.
+    """Read lines of tab-separated columns, of which all lines must have the same number, one of those in `columns`.
 
     Return the rows, and the SHA-256 of the file by its name.
     """

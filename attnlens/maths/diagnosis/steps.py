@@ -97,7 +97,7 @@ def query_heads_of(key_heads: Sequence[int], layer: Layer) -> tuple[int, ...]:
 
 
 def tensors_between(layer: Layer, roles: Sequence[str]) -> list[str]:
-    """Return the names of parts, except gains, with an axis of head coordinates: they can act between the roles."""
+    """Return the names of the parts between the roles: other parts than gains, with an axis of head coordinates."""
     shapes = [layer.parts[f"{role}.weight"].shape for role in roles]
     sizes = {size for heads, size, _ in shapes for size in (size, heads * size)}
     gains = [f"{role}.gain" for role in ROLES]

@@ -203,8 +203,8 @@ def _fit_step(
 ) -> Tensor:
     """Fit the step of a grid to the values' offsets from the level nearest to 0.
 
-    `step` is a first estimate. The result is the midpoint of the steps at which all values lie on levels, up to
-    rounding. A least-squares fit would be biased, because all values of a level are rounded alike.
+    `step` is a first estimate. The result is the midpoint of the interval of steps for which all values used
+    lie on levels, up to rounding. A least-squares fit would be biased, because all values of a level are rounded alike.
     """
     for radius in RADII:
         places = (offsets / step).round()

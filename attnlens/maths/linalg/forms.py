@@ -389,7 +389,7 @@ class Form:
         return gram if self.query_key.rotation is None else average_rotations(self.query_key.rotation, gram)
 
     def _decompose_roots(self, decompose: Callable[..., Tensor], *matrices: tuple[Tensor, ...]) -> Tensor:
-        """Apply `decompose` to a root R of each Gram matrix G, with RᵀR = G.
+        """Return `decompose(R₁, R₂, …)`, with one root R of each Gram matrix G, where RᵀR = G.
 
         Each matrix is a tuple: G, and the factors whose columns, concatenated, have the Gram matrix G. R is computed by
         Cholesky if G is well-conditioned, else by QR of the concatenated factors. Under rotation, these factors are too

@@ -135,7 +135,7 @@ def batches(
     apart_from: Batches | None = None,
     skip_noise: int = 0,
 ) -> Batches:
-    """Build the inputs of `loaded` from the texts; leave out the windows that `apart_from`, cut in the same way, uses.
+    """Build the inputs of `loaded` from the texts, without the windows of `apart_from`, which is cut in the same way.
 
     A model of pixels or sound gets files or, if there are none, noise that skips the first `skip_noise` random draws;
     its decoder, or CLIP's text encoder, gets the texts. Raises TextError if a text or file is unsuitable or if there is

@@ -350,7 +350,7 @@ class Inspection(PreparedRun):
         return [head for head in heads if self.settings.heads is None or head in self.settings.heads]
 
     def read_factors(self, sites: Sequence[Site]) -> Iterator[tuple[SiteFactors, QueryKey | None]]:
-        """Yield each site's factors, and its form without the adapter (None if unreadable, or without an adapter)."""
+        """Yield each site's factors, and the base model's form (None if it can't be read, or no adapter is used)."""
         chosen = [index for index, each in enumerate(self.calls) if each.site in sites]
         model, deferred = self.weights_model.model, self.weights_model.deferred
         present = None if deferred is None else deferred.present
