@@ -213,6 +213,17 @@ def test_sizes_of_rounding_averaged_over_heads_keep_the_level_and_detect_smaller
     assert float((significance.rounding_p_values(delta, exact) < 0.001).double().mean()) > 0.01, "the control: no error"
 
 
+def test_a_rounding_that_overflows_in_one_head_leaves_the_others_their_size():
+    drawn = normal(4, 32)
+    drawn[1, 5] = torch.inf
+    rounding = significance.combine_rounding(drawn[:2], drawn[2:], squared=False)
+    assert rounding.size.isinf().sum() == 32, "the largest jump bounds all sizes"
+    squares, freedom = significance._moderate(drawn.square().sum(0), torch.full((32,), 4.0, dtype=torch.float64))
+    assert squares.isinf().nonzero().tolist() == [[5]]
+    assert freedom[5] == 4
+    assert squares.isnan().sum() == 0
+
+
 def test_a_measure_that_jumps_is_judged_by_its_largest_jump():
     """One draw in a hundred jumps by 0.1, the others move by 1e-4: a jump of 0.1 is nothing new."""
     drawn = 1e-4 * normal(10, 32)

@@ -297,10 +297,10 @@ def run_pass(
 ) -> Pass:
     """Run one side's model, and record its attention calls and the input and output states of the compared blocks.
 
-    If `original` is given, later blocks do not run, but return the outputs that `original` recorded. Unless
-    `own_states`, each compared block runs on the input states that `original` recorded; input states are then not
-    recorded. The output states of a block are its output, or the first element of a tuple; blocks whose output states
-    are not a tensor are left out.
+    If `original` is given, later blocks do not run, but return the outputs that `original` recorded. Then, states of
+    the compared blocks are recorded only if not `own_states`: each block runs on the input states of `original`, and
+    only its output states are recorded. The output states of a block are its output, or the first element of a tuple;
+    blocks whose output states are not a tensor are left out.
     """
     recorded, model, sites = Pass(), side.loaded.model, side.all_sites
 
@@ -313,7 +313,7 @@ def run_pass(
         path: str, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         names = list(signature(block.forward).parameters)
-        if original is None or own_states:
+        if original is None:
             arguments = call_arguments(block, args, kwargs)
             states = {name: arguments.get(name) for name in {*names[:1], *STATES}}
             recorded.states[path] = {name: state.clone() for name, state in states.items() if isinstance(state, Tensor)}
@@ -324,15 +324,15 @@ def run_pass(
         return (*changed, *args[len(names) :]), named
 
     watching = hooks.replace(model, sites, side.swaps, visit=visit) if side.swaps else hooks.watch(model, sites, visit)
-    handles = [
-        block.register_forward_pre_hook(partial(enter, path), with_kwargs=True) for path, block in blocks.compared
-    ]
+    # a pass on the model's own states after the original records only its attention calls
+    compared = blocks.compared if original is None or not own_states else ()
+    handles = [block.register_forward_pre_hook(partial(enter, path), with_kwargs=True) for path, block in compared]
     replaying = nullcontext() if original is None else hooks.replay_outputs(blocks.later, original.later)
-    recording = hooks.record_outputs((*blocks.compared, *blocks.later))
+    recording = hooks.record_outputs((*compared, *(blocks.later if original is None else ())))
     with remove_hooks(handles), recording as outputs, replaying, torch.no_grad(), watching:
         hooks.forward(model, inputs, **hooks.without_logits(model))
-    recorded.later = {path: outputs[path] for path, _ in blocks.later}
-    for path, _ in blocks.compared:
+    recorded.later = {path: outputs[path] for path, _ in blocks.later} if original is None else {}
+    for path, _ in compared:
         output = outputs.get(path)
         state = output[0] if isinstance(output, tuple | list) and output else output
         if isinstance(state, Tensor):

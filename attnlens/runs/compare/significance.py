@@ -188,7 +188,7 @@ def _moderate(
     typical mean square has, up to PRIOR. A mean square of 0 is not averaged. If fewer than ENOUGH_HEADS are above 0,
     no mean square is averaged.
     """
-    known = squares > 0  # False for NaN
+    known = (squares > 0) & squares.isfinite()
     if int(known.sum()) < ENOUGH_HEADS:
         return squares, freedom
     half = freedom[known].numpy() / 2
