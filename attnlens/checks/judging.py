@@ -231,6 +231,10 @@ def _match_field(report: Report, rule: Rule) -> float:
     except LookupError:
         curve = any(rule.stem in head.curves for head in report.heads)
         why = f"{rule.named} is a curve, but rules compare numbers" if curve else f"the report has no {rule.named}"
+        source = report.settings.source
+        if {source, rule.stem.partition(".")[0]} == {"weights", "tokens"}:
+            why += f", because it was made with --source {source}"
+            raise _no_match(rule, why, "Inspect with --source both.") from None
         raise _unknown_subject(rule, report.measure_names(), why) from None
     if rule.aggregate != "value" or rule.filters:
         problem = f"{rule.place}{rule.named} is a single number, but the condition {rule.wanted!r} needs several heads."
@@ -264,9 +268,9 @@ def _value_at(value: object, path: str) -> object:
 def _unknown_subject(rule: Rule, names: Sequence[str], why: str) -> UsageError:
     """Build the error for a rule whose subject is neither a measure (one of `names`) nor a field of the report."""
     near = difflib.get_close_matches(rule.stem[:100], [*names, *KNOWN], n=1)
-    hint = f"Did you mean {clean(near[0])!r}? " if near else ""
     known = join_items(names, 40) or "fields such as swap.loss.delta (this report has no measures)"
-    return _no_match(rule, why, f"{hint}Choose from: {known}.")
+    listed = "`attnlens list measures` lists all measures."
+    return _no_match(rule, why, f"Did you mean {clean(near[0])!r}? {listed}" if near else f"Choose from: {known}.")
 
 
 def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:

@@ -132,6 +132,10 @@ SPOILED = [
     (lambda text: text.replace('"n": 32', '"n": NaN', 1), "not a report: heads.0.measures"),
     (lambda text: json.dumps(json.loads(text) | {"heads": []}), "no heads"),
     (lambda text: text.replace('"analysed": 12', '"analysed": 11'), "PARTIAL: 11 of 12 heads"),
+    (
+        lambda text: text.replace('"tokens.entropy"', '"x"').replace('"source": "both"', '"source": "weights"'),
+        "--source weights",
+    ),
 ]
 
 

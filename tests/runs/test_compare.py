@@ -382,9 +382,12 @@ def test_reports_that_do_not_fit_are_refused(reports, tmp_path):
         refuse("does not contain the windows", {"windows_file": hashed}, rows)
     refuse("outside its folder", {"windows_file": file | {"name": "../../../etc/passwd"}})
     refuse("none.json", alone, other=tmp_path / "none.json")
-    refuse("Both sides are the same", alone, other=first)
     refuse("windows would be ignored", alone, windows=9)
-    refused(UsageError, lambda: attnlens.compare("demo", "demo"), "Both sides are the same")
+    model = object()
+    refused(UsageError, lambda: attnlens.compare(model, model), "Both sides are the same")
+    itself = attnlens.compare(first, first).comparison
+    assert itself.rows, "a report can be compared with itself"
+    assert all(row.delta in (0, None) for row in itself.rows)
     assert attnlens.compare(first, second).comparison.rows, "the control"
     first.write_text(content.replace('"value": ', '"value": NaN, "old": ', 1))
     refused(UsageError, lambda: attnlens.compare(first, second), "not a report")

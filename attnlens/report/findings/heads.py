@@ -183,10 +183,11 @@ def _peaked(tests: HeadTests) -> Finding | None:
     if (reading := tests.shapes.readings.get(name)) is None:
         return None
     below, first = tests.heads(name, -1), tests.heads("tokens.share_first", 1)
-    evidence = f"{_noun(reading)} {_middle(reading, tests.shapes)} (0: one key, 1: even)."
+    error = "± se; " if name in tests.shapes.report.summary.median_errors else ""
+    evidence = f"{_noun(reading)} {_middle(reading, tests.shapes)} ({error}0: one key, 1: even)."
     if first:
         evidence += f" Most weight on the first token, a sink: {format_count(len(first), 'head')}."
-    answer = f"{_format_share(below, reading)} peaked, with an entropy below ½{_places(tests.shapes, below)}."
+    answer = f"{_format_share(below, reading)} peaked: entropy below ½{_places(tests.shapes, below)}."
     if reading.present.size == 1 and not below:
         answer = "The head is not peaked: its entropy is not significantly below ½."
     return _finding("Peaked?", answer, evidence, [name, "tokens.share_first"], notable=bool(below or first))

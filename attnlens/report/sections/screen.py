@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from attnlens.report.findings import advise_saving, find, next_commands
+from attnlens.report.findings.heads import SHARES
 from attnlens.report.sections.section import HeatMap, Section, View, section
 from attnlens.report.shapes import MeasureMap, Shapes, middle
-from attnlens.wording import clean, decimals_for, format_number, title_of
+from attnlens.wording import capitalise, clean, decimals_for, format_number, title_of
 
 MOST_ROWS = 24  # Maximum number of rows of a map; with more layers, each row is a median over neighbouring layers
 MOST_COLUMNS = 64
@@ -38,7 +39,10 @@ def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
     rows, columns, values = _fold(shapes, reading)
     ends = f"blank {format_number(low, decimals)}, full block {format_number(high, decimals)}"
     folded = len(rows) < len(shapes.layers) or len(values[0]) < len(shapes.heads)
-    title = f"{title_of(reading.name).capitalize()} by layer (row) and head (column): {ends}"
+    part = (
+        " of ".join(("Variance share", SHARES[reading.name][0])) if reading.name in SHARES else title_of(reading.name)
+    )
+    title = f"{capitalise(part)} by layer (row) and head (column): {ends}"
     title += "; medians of neighbours" * folded
     yield Section(title, heat_map=HeatMap(rows, columns, values))
 

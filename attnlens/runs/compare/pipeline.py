@@ -209,8 +209,8 @@ def compare(
     and Hochberg); a change is significant if q ≤ `fdr`. Each side can also be a report of `inspect`, or its path. A
     model that is compared with a report is inspected with the report's settings. `tokenizer` applies to models in
     memory. Models are loaded in float32 unless `dtype` is given; `revision` and `adapter` apply to the second model.
-    Raise the errors of `inspect`, and UsageError if both sides are the same, or if two reports differ in settings or
-    windows.
+    Raise the errors of `inspect`, and UsageError if both sides are the same object in memory, or if two reports differ in
+    settings or windows.
     """
     start = time.perf_counter()
     options = {name: value for name, value in request.explicit().items() if name != "fdr"}
@@ -218,10 +218,11 @@ def compare(
         read_side(Path(side)) if isinstance(side, str | PathLike) and Path(side).suffix == ".json" else side
         for side in (first, second)
     ]
-    named = isinstance(first, str | PathLike) and isinstance(second, str | PathLike)
-    same = str(first) == str(second) and all(options.get(name) is None for name in SECOND) if named else first is second
-    if same:
-        raise UsageError("Both sides are the same model or report.", "Choose another model, or another report.")
+    if first is second and not isinstance(first, str | PathLike | Report):
+        # both sides would be changed in place when rounding is drawn
+        raise UsageError(
+            "Both sides are the same model in memory.", "Give a copy (copy.deepcopy), or the folder's path."
+        )
     option_sets = [_select_options(side, options, number) for number, side in enumerate(subjects)]
     models = [side for side in subjects if not isinstance(side, Report)]
     settings = next((side.settings for side in subjects if isinstance(side, Report)), None)
