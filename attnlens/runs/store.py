@@ -31,7 +31,8 @@ T = TypeVar("T")
 LOG = logging.getLogger("attnlens")
 RUN = "run.json"  # file in a run's folder with the facts that its key hashes
 SUFFIX = ".safetensors"
-OWN_NAME = re.compile(r".*-[0-9a-f]{8}(\.safetensors)?")  # units' files, and folders of their parts
+# units' files, folders of their parts, and temporary files of killed processes (see `write_atomically`)
+OWN_NAME = re.compile(r".*-[0-9a-f]{8}(\.safetensors)?|\.attnlens\.[0-9a-f]{16}")
 OTHER_WORK = "Choose another folder with --work."
 PACKAGE = Path(__file__).parents[1]
 
@@ -172,7 +173,7 @@ def _rename_damaged(path: Path, name: str) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file; retry if another run removes the folder in the meantime because its report is finished."""
+    """Write a file; retry, because another run that finishes its report removes the folder and temporary files."""
     for attempt in range(8):
         try:
             with convert_output_errors(path, "written"):
@@ -182,7 +183,7 @@ def _write(path: Path, content: bytes) -> None:
                 else:  # an object store writes objects atomically
                     path.write_bytes(content)
         except OutputError:
-            if attempt == 7 or not isinstance(path, Path) or path.parent.exists():
+            if attempt == 7 or not isinstance(path, Path):
                 raise
         else:
             return

@@ -224,6 +224,7 @@ def test_folders_and_pipes_in_a_units_place_are_set_aside_or_named_and_files_of_
     assert "the file cannot be renamed" in caplog.messages[1]
     assert f"The result of {NAMES[1]} is not stored." in caplog.messages[2]
     store.inside(NAMES[0]).save("part", 1)
+    (store.folder / f".attnlens.{'0a' * 8}").write_text("of a process that was killed while it wrote a unit")
     store.clear()
     assert set(store.folder.iterdir()) == {*aside, *mine[:2], mine[2].parent, paths[1]}
     assert (paths[1] / "model.safetensors").read_text() == "mine"
