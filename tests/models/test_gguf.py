@@ -228,6 +228,7 @@ def test_the_documented_table_contains_every_field_of_attention_and_rotation():
 def test_one_part_of_a_model_and_other_kinds_of_files_are_refused(tmp_path):
     for name, value, *words in (
         ("split.count", 2, "split GGUF", "llama-gguf-split --merge", "m-00001-of-00002.gguf"),
+        ("split.tensors.count", 2, "split GGUF", "m-00001-of-00002.gguf"),
         ("general.type", "adapter", "general.type is 'adapter'"),
     ):
         path = tmp_path / "m-00002-of-00002.gguf"

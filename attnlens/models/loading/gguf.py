@@ -56,7 +56,7 @@ def read_header(path: Path) -> Header:
         except (struct.error, OverflowError, UnicodeDecodeError):
             limit = f"{LONGEST // 2**20} MiB"
             raise ValueError(f"its header is truncated or damaged, or larger than {limit}") from None
-    if fields.get("split.count", 1) != 1:
+    if fields.get("split.count", 1) != 1 or fields.get("split.tensors.count", count) != count:
         raise ModelError(f"{path} is one part of a split GGUF model.", say_merge(str(path)))
     if (kind := fields.get("general.type", "model")) != "model":
         raise ModelError(f"{path} is not a model: its general.type is {format_value(kind)}.", SAY_PATH)
