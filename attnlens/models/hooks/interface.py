@@ -25,8 +25,6 @@ from attnlens.kernels.attention.rows import split_mask
 from attnlens.models.trace import NOT_FINITE, Keywords, Refused, pair_heads, remove_hooks, trace_attention
 from attnlens.records import Call, Site
 
-IN_REACH = "BERT, GPT-2, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT, CLIP and most newer families"
-"""Families whose attention uses transformers' interface, for error messages."""
 PIECES = ("Output", "Projection", "Structure", "Bias", "MLP", "Norm", "Residual")
 """Endings of class names that contain "Attention" although the module does not compute attention."""
 
@@ -86,7 +84,8 @@ def out_of_reach(
 
     `refused` maps the paths of unreadable modules to reasons, and `ran` contains the modules that ran (None: unknown).
     """
-    name, remedy = type(model).__name__, f"Choose another model: {IN_REACH}."
+    name = type(model).__name__
+    remedy = "Choose another model: `attnlens list architectures` lists the supported model types."
     if refused:
         path, reason = next(iter(refused.items()))
         if reason.endswith(NOT_FINITE):
