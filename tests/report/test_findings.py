@@ -159,7 +159,7 @@ def test_the_selection_has_a_verdict_over_both_spaces(inputs: float, projected: 
 
 def test_heads_are_peaked_only_if_their_entropy_is_significantly_below_one_half() -> None:
     finding = findings(tokens_report([0.3] * 4 + [0.49] * 4 + [0.9] * 8))[0]
-    assert finding.answer == "4 of 16 heads are peaked, with an entropy below ½ (layer 0: 4 of 4)."
+    assert finding.answer == "4 of 16 heads are peaked: entropy below ½ (layer 0: 4 of 4)."
     assert findings(tokens_report([0.3] * 4 + [0.9] * 12, windows=2))[0].severity == "none"  # one degree of freedom
 
 

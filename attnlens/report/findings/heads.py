@@ -183,8 +183,7 @@ def _peaked(tests: HeadTests) -> Finding | None:
     if (reading := tests.shapes.readings.get(name)) is None:
         return None
     below, first = tests.heads(name, -1), tests.heads("tokens.share_first", 1)
-    error = "± se; " if name in tests.shapes.report.summary.median_errors else ""
-    evidence = f"{_noun(reading)} {_middle(reading, tests.shapes)} ({error}0: one key, 1: even)."
+    evidence = f"{_noun(reading)} {_middle(reading, tests.shapes)} (0: one key, 1: even)."
     if first:
         evidence += f" Most weight on the first token, a sink: {format_count(len(first), 'head')}."
     answer = f"{_format_share(below, reading)} peaked: entropy below ½{_places(tests.shapes, below)}."
@@ -210,8 +209,9 @@ def _by_content(tests: HeadTests) -> Finding | None:
         f"{SHARES[name][0]} {_percent(reading, tests.shapes)}"
         for name, reading in sorted(readings.items(), key=lambda item: -middle(item[1].values))
     )
+    scope = "Medians ± se" if readings.keys() & tests.shapes.report.summary.median_errors.keys() else "Medians"
     return Finding(
-        question="By content or position?", answer=f"{answer}.", evidence=f"Medians: {parts}.", measures=list(readings)
+        question="By content or position?", answer=f"{answer}.", evidence=f"{scope}: {parts}.", measures=list(readings)
     )
 
 

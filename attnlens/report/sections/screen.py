@@ -39,10 +39,9 @@ def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
     rows, columns, values = _fold(shapes, reading)
     ends = f"blank {format_number(low, decimals)}, full block {format_number(high, decimals)}"
     folded = len(rows) < len(shapes.layers) or len(values[0]) < len(shapes.heads)
-    part = (
-        " of ".join(("Variance share", SHARES[reading.name][0])) if reading.name in SHARES else title_of(reading.name)
-    )
-    title = f"{capitalise(part)} by layer (row) and head (column): {ends}"
+    share = SHARES[reading.name][0].removesuffix(" alone") if reading.name in SHARES else None
+    subject = capitalise(title_of(reading.name)) if share is None else f"Share of {share}"  # fits into 80 columns
+    title = f"{subject} by layer (row) and head (column): {ends}"
     title += "; medians of neighbours" * folded
     yield Section(title, heat_map=HeatMap(rows, columns, values))
 
