@@ -209,8 +209,8 @@ def compare(
     and Hochberg); a change is significant if q ≤ `fdr`. Each side can also be a report of `inspect`, or its path. A
     model that is compared with a report is inspected with the report's settings. `tokenizer` applies to models in
     memory. Models are loaded in float32 unless `dtype` is given; `revision` and `adapter` apply to the second model.
-    Raise the errors of `inspect`, and UsageError if both sides are the same object in memory, or if two reports differ in
-    settings or windows.
+    Raise the errors of `inspect`, and UsageError if both sides are the same model in memory, or if two reports differ
+    in settings or windows.
     """
     start = time.perf_counter()
     options = {name: value for name, value in request.explicit().items() if name != "fdr"}
