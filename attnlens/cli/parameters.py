@@ -207,8 +207,8 @@ QUIET = option("-q --quiet", bool, "Do not print results or progress.", panel=OU
 REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print progress.", panel=OUTPUT) | DEBUG
 """Options of every command that makes a report."""
 FIGURE = (
-    "Draw a `.png`, `.svg` or `.pdf` (--bare: without titles). DIR gets every picture. FILE shows the overview or, if "
-    "named like another picture (in inspect, e.g. `symmetry.pdf`), that picture. Captions are written to FILE.txt."
+    "Draw a `.png`, `.svg` or `.pdf` (--bare: without titles). DIR: write all pictures to this folder. FILE: draw the "
+    "overview, or the picture that the file is named after (e.g. `symmetry.pdf`). Captions are written to FILE.txt."
 )
 BARE = "Draw --figure for a paper: 8-point text, 3.4 or 7 inches wide, without a title or notes."
 VERBOSE = "Also show settings, versions, timings, memory use and notes; swaps and experiments also show more tables."

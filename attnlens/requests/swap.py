@@ -140,9 +140,8 @@ class RanksRequest(KeptRequest, KernelRequest):
     )
     latents: LatentForm | None = option(
         "Form of the compressed keys (latents): `group=N|all` (key heads per latent), `rotation=before|after` (keys "
-        "before or after RoPE), `metric=attention|output` (weights of the scores' errors; `attention`: mean of the "
-        "attention weights and equal weights; `output`: mean of those weights and of the errors' effects on the "
-        "predictions); join with commas.",
+        "before or after RoPE), `metric=attention|output` (errors of the scores weighted by the attention weights, or "
+        "also by their effect on the predictions); join with commas.",
         metavar="FORM",
         shown="the best form on calibration text",
     )

@@ -34,8 +34,8 @@ CONVERGE_KINDS: dict[str, set[str]] = {  # Options of each kind of run, in addit
 TRAINED = "Checkpoints and heads"
 MODELS = opt.argument(
     "models",
-    "With --checkpoints: folders, files, hub ids or `demo`; otherwise, with --head or --revisions: one model. "
-    "If MODEL and these options are omitted, the synthetic experiments run.",
+    "With --checkpoints: folders, files, hub ids or `demo`. With --head or --revisions: one model. "
+    "Without MODEL and these options, the synthetic experiments run.",
     list[str] | None,
     "MODEL",
     shown=False,
