@@ -4,7 +4,8 @@ python tests/mutations.py FOLDER [--tier default|full|both] [--package NAME] [--
 
 data/mutations.tsv lists the faults: a wrong sign, a group off by one, a mask that is dropped, an exit code. For each
 fault, the tests that execute its line run, the fastest first, until one fails. FOLDER keeps which tests execute which
-line; the first call records that, which takes twice the time of the tests. Exit 1 if fewer than 95 % are caught.
+line; the first call records that with pytest-cov, which takes twice the time of the tests. Exit 1 if fewer than 95 %
+are caught.
 """
 
 from __future__ import annotations
