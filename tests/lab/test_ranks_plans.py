@@ -289,6 +289,7 @@ def test_the_cache_is_that_of_the_whole_model(report):
     whole, alone = plan.model_cache_bytes_per_token, plan.cache_bytes_per_token
     assert whole.before == 4 * 8 * (16 + 16) * 4  # layers · heads · (keys and values) · bytes of demo
     assert whole.before - whole.after == alone.before - alone.after > 0
+    assert report.swap.cache_bytes_per_token == alone
     cache = next(finding for finding in report.findings if finding.question == "Cache?")
     assert cache.answer.startswith(f"{whole.before:,.0f} → {whole.after:,.0f} bytes per token")
     assert f"The swapped heads alone: {alone.before:,.0f} →" in cache.evidence

@@ -288,6 +288,19 @@ def test_padding_never_enters_a_fit(tmp_path, name, words):
     assert together.kl == pytest.approx(alone.kl, rel=1e-3)
 
 
+def test_a_rank_kernel_gives_bytes_per_token_if_it_shrinks_all_keys_of_a_cache():
+    config = family("llama").model.config
+    layers, heads, size = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    assert heads < config.num_attention_heads
+    report = swap_kernel(family("llama"), "rank:3", **READ)
+    cache = report.swap.cache_bytes_per_token
+    assert (cache.before, cache.after) == tuple(4 * layers * heads * (numbers + size) for numbers in (size, 3))
+    finding = next(finding for finding in report.findings if finding.question == "Cache?")
+    assert finding.answer.startswith(f"{cache.before:,.0f} → {cache.after:,.0f} bytes per token")
+    for name, words, chosen in (("llama", "rank:3", {"heads": [0]}), ("bert", "rank:3", {}), ("llama", "rbf", {})):
+        assert swap_kernel(family(name), words, **READ, **chosen).swap.cache_bytes_per_token is None
+
+
 def test_site_errors_and_mass_outside_the_simplex_are_those_of_the_matrices(demo, tmp_path):
     """Sites are measured on the first sequence; that of the lines is shorter than the second and padded.
 

@@ -116,13 +116,21 @@ def _cheapest(swaps: list[Swap], method: str) -> Finding:
 
 
 def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None:
-    """State how many numbers a head caches for a window; None if not fewer than for all keys and values."""
+    """State the bytes per token, or how many numbers a head caches for a window; None if the cache is not smaller."""
+    swapped = f"the {coverage.heads} swapped heads of the model's {coverage.model_heads}"
+    scope = "all heads of the model" if coverage.heads == coverage.model_heads else swapped
+    if (cache := swap.cache_bytes_per_token) is not None:
+        evidence = f"Keys and values of {scope}; values keep their size."
+        return Finding(
+            question="Cache?",
+            answer=f"{_format_cache(cache)}.",
+            evidence=evidence,
+            measures=["swap.cache_bytes_per_token"],
+        )
     full = next((control.state for control in swap.controls if control.role == "one key"), None)  # keeps every key
     if full is None or swap.state is None or swap.state >= full:
         return None
     answer = f"{full:,.0f} → {swap.state:,.0f} numbers per head and window ({share(swap.state / full - 1, 0)})."
-    swapped = f"the {coverage.heads} swapped heads of the model's {coverage.model_heads}"
-    scope = "all heads of the model" if coverage.heads == coverage.model_heads else swapped
     evidence = f"In {scope}; windows of {length} tokens."
     return Finding(question="Cache?", answer=answer, evidence=evidence, measures=["swap.state"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,13 +21,23 @@ from attnlens.choices import ControlRole, Route
 from attnlens.errors import UsageError
 from attnlens.kernels import OWN, Kernel, parsed
 from attnlens.kernels.registry import NEAR_WEIGHT
-from attnlens.kernels.spelling import FLOOR, ONE_KEY, WIDTH, HeadShape, branches, sink_window, state_numbers
+from attnlens.kernels.spelling import (
+    FLOOR,
+    ONE_KEY,
+    WIDTH,
+    HeadShape,
+    branches,
+    cached_numbers,
+    sink_window,
+    state_numbers,
+)
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
 from attnlens.models.texts.sequences import position_limit
 from attnlens.models.texts.targets import Fed, meanings
 from attnlens.records import (
     Agreement,
+    Call,
     Control,
     Healing,
     ModelInfo,
@@ -85,6 +95,7 @@ class SwapSession:
     chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)  # swapped sites and heads (None: all)
     shapes: dict[Site, HeadShape] = field(default_factory=dict)  # shapes of the chosen heads
     missed: dict[str, str | None] = field(default_factory=dict)  # attention that is not a site, see `hooks.Survey`
+    caches: dict[Site, CacheShape | None] = field(default_factory=dict)  # None: other heads read the same keys
     model_heads: int = 0  # number of heads of all sites
     identity_error: float = 0.0  # relative change of the outputs if attention is recomputed
     controls: dict[object, ChangedModel] = field(default_factory=dict)  # unfitted controls, by `kernels_by_site`
@@ -102,6 +113,8 @@ class SwapSession:
             selection = self.settings.layers, self.settings.heads, self.options.part
             self.chosen = choose_sites(survey, list(self.kernels.values()), *selection)
             self.shapes = head_shapes(survey.sites, self.chosen)
+            calls = {each.site: each.call for each in survey.sites if each.site in self.chosen}
+            self.caches = {site: CacheShape.of(call, self.chosen[site]) for site, call in calls.items()}
             self.missed = survey.missed
 
     def setup(self, swaps: hooks.Swaps) -> SwapSetup:
@@ -266,6 +279,43 @@ def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | 
         return None
     states = [(state_numbers(swap.kernel, shapes[site]), shapes[site]) for site, swap in swaps.items()]
     return fmean(shape.tokens * shape.token if state is None else state for state, shape in states)
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The sizes of a site's key-value cache."""
+
+    heads: int  # number of key heads
+    head_dim: int
+    value_dim: int
+    number_bytes: int
+
+    @classmethod
+    def of(cls, call: Call, chosen: Collection[int] | None) -> CacheShape | None:
+        """Return the sizes of the cache that the chosen query heads read; None if other heads read a part of it."""
+        owners = {head: chosen is None or head in chosen for head in range(call.query.shape[1])}
+        read, shared = ({call.key_heads[head] for head in owners if owners[head] is own} for own in (True, False))
+        sizes = call.key.shape[-1], call.value.shape[-1], call.key.element_size()
+        return None if read & shared else cls(len(read), *sizes)
+
+    def count_bytes(self, key_numbers: float) -> float:
+        """Return the bytes per token if `key_numbers` numbers are stored per key."""
+        return self.heads * (key_numbers + self.value_dim) * self.number_bytes
+
+
+def compute_cache(swaps: hooks.Swaps, caches: Mapping[Site, CacheShape | None]) -> Pair | str:
+    """Compute the bytes per token in the caches of swapped sites, before and after; or return why there are none."""
+    before = after = 0.0
+    for site, swap in swaps.items():
+        cache, numbers = caches.get(site), cached_numbers(swap.kernel)
+        if site.part != "decoder":
+            return "only the decoder's self-attention has a key-value cache"
+        if numbers is None or swap.kernel.filter is not None:
+            return "the kernel does not store every key with fewer numbers"
+        if cache is None:
+            return "other heads read the same keys"
+        before, after = before + cache.count_bytes(cache.head_dim), after + cache.count_bytes(numbers)
+    return Pair(before=before, after=after)
 
 
 def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[ControlSwap]:
@@ -523,6 +573,9 @@ class KernelRun:
             reasons |= {"off_simplex": "there is no attention matrix", "state": "the kernel caches no keys or values"}
         if peak is None:
             reasons["peak_memory_bytes"] = NO_PEAK
+        cache = compute_cache(self.last.swaps, session.caches)
+        if isinstance(cache, str):
+            reasons["cache_bytes_per_token"] = cache
         notes = [*meanings(session.task, noise=noise), *site_notes, *self.rank_notes, *self._option_notes()]
         return Swap(
             kernel=kernel.spelling if session.ranks is None else kernel.info.name,
@@ -540,6 +593,7 @@ class KernelRun:
             stages=[Stage(name=stage, **fields) for stage, fields in outcomes.items()],
             healing=self.healing,
             state=self.state,
+            cache_bytes_per_token=None if isinstance(cache, str) else cache,
             task=session.task,
             noise=noise,
             identity_error=session.identity_error,
