@@ -1,21 +1,17 @@
 """Tests that weights read out of their files give what the loaded model gives, and that nothing else is read."""
 
-import itertools
 import json
 import os
 import platform
 import shutil
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
-from types import SimpleNamespace
 
 import families
 import model_types
 import pytest
 import tiny
 import torch
-from factors import probes
 from hostile import refused, stored, weights
 from loaded import package, smollm2
 from program import invoke
@@ -28,13 +24,11 @@ from attnlens.models import loading
 from attnlens.models.loading import deferred, placement
 from attnlens.models.loading.stored import LENGTH, parse_header
 from attnlens.models.weights import query_key_maps
-from attnlens.models.weights.probe import Probe, linear, match_weights, norms_inside
 from attnlens.report.report import read_report
 
 ALIKE = 1e-6  # largest relative difference between results from the files and from the loaded model
 SYMMETRY = {"source": "weights", "analyzers": ["symmetry"]}
 FILES = SYMMETRY | {"from_files": True}
-CHECKPOINTS = sorted((files("attnlens.models") / "demo" / "checkpoints").iterdir())
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -76,6 +70,8 @@ def check_alike(loaded, read):
     for one, other in zip(loaded.summary.layer_symmetry, read.summary.layer_symmetry, strict=True):
         assert one == other if one is None else other == pytest.approx(one, rel=ALIKE)
     assert (loaded.summary.identity_error is None, read.summary.identity_error) == (False, None), "it never ran"
+    names = [file.name for file in loaded.model.files]
+    assert (read.model.files, [file.name for file in read.model.files_in_parts]) == ([], names)
 
 
 @pytest.fixture
@@ -153,14 +149,6 @@ def test_a_changed_layer_changes_its_own_results_only(tmp_path):
     assert after.heads == attnlens.inspect(place, **SYMMETRY).heads
     rounded = attnlens.inspect(saved(tmp_path / "bfloat16", "llama", torch.bfloat16), **FILES, layers=[0])
     assert apart(before.heads[:4], rounded.heads) > ALIKE, "a control: the comparison sees how numbers are rounded"
-
-
-@pytest.mark.parametrize("place", ["demo", *(pytest.param(place, marks=pytest.mark.full) for place in CHECKPOINTS)])
-def test_the_demo_model_and_its_checkpoints_are_read_from_their_files(place):
-    loaded, read = both(place, analyzers=["symmetry"])
-    assert (read.heads, read.coverage, read.coverage.complete) == (loaded.heads, loaded.coverage, True)
-    assert [file.name for file in read.model.files_in_parts] == ["model.safetensors"]
-    assert (read.model.files, [file.name for file in loaded.model.files]) == ([], ["model.safetensors"])
 
 
 @pytest.mark.full
@@ -306,67 +294,6 @@ def test_a_model_of_files_is_not_run(tmp_path):
     assert model.deferred.bytes_read == 0
     attnlens.inspect(model, **SYMMETRY, layers=[1])
     assert model.deferred.bytes_read == 4 * (64 * 64 + 64 * 64 // 2) * 2, "of layer 0, which leads, and of layer 1"
-
-
-LAYOUTS = ("bert", "gpt2", "gpt_neox", "phi3", "llama", "opt", "bart", "whisper", "qwen3", "ctrl", "granite")
-"""Linear, Conv1D, interleaved, fused, grouped, scaled, with biases, with a gain after the product, three inputs."""
-
-
-def test_rows_of_weights_are_the_jacobian():
-    for name in LAYOUTS:
-        checked = 0
-        for probe in probes(model_types.build(name)):
-            with linear(norms_inside(probe.target.module)):
-                match, jacobian = match_weights(probe), query_key_maps._differentiate(probe, None)
-                if match is None:
-                    continue
-                spoilt = {key: part + 1e-6 * part.roll(1, 0) for key, part in probe.weights.items()}
-                other = match_weights(Probe(probe.model, probe.target, spoilt, probe.layout))
-            for side in ("query", "key"):
-                one, expected = getattr(match, side), getattr(jacobian, side)
-                assert one.shape == expected.shape
-                assert float((one - expected).abs().max() / expected.abs().max()) <= 1e-12, name
-                assert torch.equal(getattr(match, f"{side}_bias"), getattr(jacobian, f"{side}_bias")), name
-            assert float((other.query - jacobian.query).abs().max()) > 1e-9, "a control"
-            checked += 1
-        assert checked >= 2, name
-
-
-class Linear(SimpleNamespace):
-    """A probe of a layer whose queries and keys are affine in its inputs, with known factors."""
-
-    whole, batch, target = False, None, SimpleNamespace(module=torch.nn.Module())
-
-    def random(self, batch, seed):
-        return (torch.randn(batch, 1, self.query.shape[1], generator=torch.Generator().manual_seed(seed)).double(),) * 2
-
-    def __call__(self, hidden, other):
-        query = torch.einsum("btd,hdk->bhtk", hidden, self.query) + self.bias[:, None]
-        return SimpleNamespace(query=query, key=torch.einsum("btd,hdk->bhtk", other, self.key))
-
-
-def test_rows_are_matched_in_any_order_and_scale_and_mixed_columns_are_not():
-    shapes = itertools.cycle([(1, 1, 2, 5), (4, 2, 3, 16), (2, 2, 8, 24), (3, 1, 4, 16)])
-    for seed, flags in enumerate(itertools.product((False, True), repeat=5)):
-        (shuffled, scaled, transposed, biased, mixed), (heads, kv_heads, size, width) = flags, next(shapes)
-        generator = torch.Generator().manual_seed(seed)
-        draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-        theta = draw((heads + 2 * kv_heads) * size, width)
-        order = torch.randperm(len(theta), generator=generator) if shuffled else torch.arange(len(theta))
-        columns = ((draw(len(theta), 1) + 3 if scaled else 1) * theta)[order]
-        columns[seed % (heads * size)] += mixed * 1e-3 * columns[-1]
-        query = columns[: heads * size].reshape(heads, size, width).mT
-        key = columns[heads * size : (heads + kv_heads) * size].reshape(kv_heads, size, width).mT
-        tensors = {"noise": draw(width, width), "scale": torch.ones(3)}
-        tensors["theta"] = theta.mT.contiguous() if transposed else theta
-        bias = draw(heads, size) * biased
-        match = match_weights(Linear(weights=tensors, query=query, key=key, bias=bias))
-        assert (match is None) == mixed, flags
-        if match is not None:
-            for one, other in ((match.query, query), (match.key, key)):
-                assert torch.allclose(one, other, rtol=1e-11, atol=1e-12) if scaled else torch.equal(one, other), flags
-            assert torch.equal(match.query_bias[:, 0], bias)
-            assert not match.key_bias.any()
 
 
 FULL = "full_attention"

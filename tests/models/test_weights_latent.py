@@ -118,12 +118,16 @@ def distance(probe, maps):
 
 CASES = ["deepseek_v3", "kimi_k25", "kimi_linear", "minicpm3", "longcat_flash", "youtu"]
 CASES += [{}, {"attention_bias": True}, {"q_lora_rank": None}]
+"""A latent of queries and keys, of keys alone, with scales behind them, with biases and with gains of 0."""
+PLAIN = ("bert", "gpt2", "gpt_neox", "phi3", "llama", "opt", "bart", "whisper", "qwen3", "ctrl", "granite")
+"""Linear, Conv1D, interleaved, fused, grouped, scaled, with biases, with a gain after the product, three inputs."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_products_are_the_jacobian_also_with_biases_and_gains_of_zero(case):
-    """A latent of queries and keys, of keys alone, with scales behind them."""
-    if isinstance(case, str):
+@pytest.mark.parametrize("case", [*CASES, *PLAIN], ids=str)
+def test_matched_rows_and_products_of_weights_are_the_jacobian(case):
+    if case in PLAIN:
+        model = model_types.build(case)
+    elif isinstance(case, str):
         model = enlarged(model_types.build(case))
     else:
         model = enlarged(deepseek(**case))
