@@ -109,18 +109,6 @@ def test_implementations_and_registered_names_are_restored_even_after_an_error()
     assert state(model) == before
 
 
-def test_a_model_without_reachable_attention_is_refused_by_name():
-    for name, why in (("yoso", "its own attention code"), ("mamba", "no softmax attention")):
-        model, inputs = built(name)
-        with pytest.raises(ModelError) as refusal:
-            hooks.survey(model, inputs)
-        problem, remedy = refusal.value.problem, refusal.value.remedy
-        assert type(model).__name__ in problem
-        assert why in problem
-        assert "attnlens list architectures" in remedy
-        assert "\n" not in problem + remedy
-
-
 def test_replacing_the_kernel_changes_the_chosen_sites_only_and_must_reach_them():
     model, inputs = built("gpt2", torch.float64)
     sites, error = sites_of(model, inputs), partial(hooks.difference, model, inputs)

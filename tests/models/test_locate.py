@@ -191,6 +191,7 @@ def test_mistaken_names_and_options_are_refused(folder, tmp_path):
         ModelError,
         *((name, {}, f"no such folder: {name}") for name in folders),
         *((name, {}, f"no such file: {name}") for name in files),
+        *((name, {"offline": True}) for name in ("~nosuchuser/m", "x" * 300, f"some/{'x' * 300}", "a/b/" * 2000)),
         (empty, {}, "no config.json"),
         (other, {}, "neither a .gguf nor a .safetensors"),
         (folder, {"device": f"cuda:{torch.cuda.device_count()}"}, f"{torch.cuda.device_count()} CUDA device"),
@@ -200,6 +201,7 @@ def test_mistaken_names_and_options_are_refused(folder, tmp_path):
     check_refusals(
         UsageError,
         ("@main", {}, "@main does not name a model"),
+        *((name, {"offline": True}) for name in ("a\0b", "", "@")),
         (folder, {"dtype": "float23"}, "float32"),
         (folder, {"device": "abacus"}, "abacus"),
         (folder, {"device": "meta"}, "meta"),

@@ -116,19 +116,6 @@ def test_models_whose_patches_share_a_row_get_one_image_per_pass(tmp_path):
     assert report.settings.windows == 2
 
 
-def test_inputs_that_cannot_be_generated_are_refused_by_name():
-    for name, words in {
-        "mimi_decoder": "cannot generate latents for MimiDecoderModel",
-        "gemma4_audio": "cannot generate input_features for Gemma4AudioModel",
-        "patchtst": "cannot generate past_values for PatchTSTModel",
-        "qwen3_vl_vision": "cannot generate grid_thw for Qwen3VLVisionModel",
-    }.items():
-        with pytest.raises(TextError, match=words) as refusal:
-            texts.placeholder(of_type(name), 9, 0)
-        assert "preprocessor_config.json" in refusal.value.remedy
-        assert "attnlens.capture" in refusal.value.remedy
-
-
 HUGE = {"size": {"height": 60_000, "width": 60_000}}
 HOSTILE = {
     "vit": [{"size": "x"}, {"image_mean": [1]}, {"image_processor_type": 3}, HUGE],

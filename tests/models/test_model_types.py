@@ -5,6 +5,7 @@ misread: with caches that appear unasked, norms without weights, rotations of a 
 eager.
 """
 
+import re
 from dataclasses import replace
 
 import model_types
@@ -44,6 +45,7 @@ REFUSED = {
     "longformer": "its softmax has the axes",
     "mamba": "has no softmax attention",
     "patchtst": "cannot generate past_values",
+    "gemma4_audio": "cannot generate input_features",
     "lxmert": "can't run on input_ids and attention_mask: ValueError: `visual_feats` cannot be `None`",
     "xmod": "can't run on input_ids and attention_mask: ValueError: Input language unknown",
     "inkling2_text": "has a separate sink for every query",
@@ -52,7 +54,6 @@ REFUSED_SWEEP = {
     **dict.fromkeys(("yoso", "rwkv"), "has its own attention code, which does not multiply"),
     "mimi_decoder": "cannot generate latents",
     "sam2_video": "cannot generate inference_session",
-    "gemma4_audio": "cannot generate input_features",
     "instructblip": "cannot generate qformer_input_ids",
 }
 PLANTED = ("falcon", "codegen", "gpt_neox", "phi3", "qwen3")
@@ -96,10 +97,16 @@ def test_attention_of_a_type_is_read_as_it_is_computed(name, tmp_path):
 
 @types(REFUSED, REFUSED_SWEEP)
 def test_a_type_is_refused_with_the_reason(name, tmp_path):
-    model = built(name, tmp_path)
+    model, reason = built(name, tmp_path), (REFUSED | REFUSED_SWEEP)[name]
     for command in (attnlens.inspect, attnlens.swap_kernel):
-        with pytest.raises((ModelError, TextError), match=(REFUSED | REFUSED_SWEEP)[name]):
+        with pytest.raises((ModelError, TextError), match=reason) as refusal:
             command(model, **options(model, tmp_path))
+        if "cannot generate" in reason:
+            assert f"for {type(model.model).__name__}." in refusal.value.problem
+            assert re.search(r"preprocessor_config\.json.*attnlens\.capture", refusal.value.remedy)
+        if re.match("has (its own|no)", reason):
+            assert type(model.model).__name__ in refusal.value.problem
+            assert "attnlens list architectures" in refusal.value.remedy
 
 
 def test_an_eighth_of_all_types_is_tested():
