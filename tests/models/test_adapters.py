@@ -188,14 +188,6 @@ def trained(place, model, **config):
     return model.merge_and_unload().state_dict()
 
 
-def test_peft_merges_the_same(base, tmp_path):
-    config = {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [1], "modules_to_save": ["lm_head"]}
-    config |= {"alpha_pattern": {"k_proj": 9}, "init_lora_weights": "gaussian", "lora_alpha": ALPHA}
-    for kind, (_, settings, _) in KINDS.items():
-        merged = trained(tmp_path / kind, tf.LlamaForCausalLM.from_pretrained(base), **config, **settings)
-        check_parameters(loading.load(base, adapter=tmp_path / kind), merged, rtol=1e-6, atol=1e-7)
-
-
 def test_trained_biases_and_embeddings_are_merged_as_by_peft(bases, tmp_path):
     base, place, name = bases / "gpt2", tmp_path / "adapter", f"{C0}.bias"
     settings = {"target_modules": ["c_attn", "wpe"], "use_dora": True, "bias": "lora_only"}

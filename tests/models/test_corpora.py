@@ -8,7 +8,6 @@ import pytest
 from program import SMALL, attnlens, invoke, refused
 
 import attnlens as library
-from attnlens.arguments import DatasetRows, dataset_rows
 from attnlens.errors import AttnlensError, ShardFinished, TextError, UsageError
 from attnlens.models import texts
 from attnlens.models.texts import sequences
@@ -81,7 +80,7 @@ REFUSALS = {
     ",column=verse": ("no text in the column 'verse'; its columns are text, line.", "column="),
     ",column=line": ("Row 1", "has no text in the column 'line'", "column="),
     ",config=large": ("'large' not found", "'default'"),
-    **dict.fromkeys((",splt=test", ",split=", ",split=test,split=train"), ("Cannot parse", "split=S")),
+    **dict.fromkeys((",splt=test", ",split=", ",split=test,split=train", ",b"), ("Cannot parse", "split=S")),
     "-of-nobody": ("books-of-nobody is neither a local folder nor the name", "OWNER/NAME"),
 }
 
@@ -130,11 +129,3 @@ def test_rows_read_as_a_file_of_them_and_changed_rows_void_finished_units(folder
     assert plain.heads == reports[0].heads
     assert plain.heads != reports[1].heads
     assert plain.settings.text.sha256 == reports[0].settings.text.sha256
-
-
-def test_specification_of_a_dataset_is_parsed():
-    assert dataset_rows("book.txt") is None
-    assert dataset_rows("datasets:a/b,config=c,split=d,column=e") == DatasetRows("a/b", "c", "d", "e")
-    for words in ("datasets:", "datasets:,split=a", "datasets:a,b", "datasets:a,name=b"):
-        with pytest.raises(AttnlensError):
-            dataset_rows(words)

@@ -310,7 +310,7 @@ DEEP = {
     [
         ("smollm3", True),
         *(pytest.param(name, True, marks=pytest.mark.full) for name in ("gemma3_text", "llama4_text")),
-        pytest.param("smollm3", False, marks=pytest.mark.full),  # by default, see test_weights_rotation
+        ("smollm3", False),
     ],
 )
 def test_results_of_a_site_do_not_depend_on_the_other_sites(name, way, tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import model_types
 import own_softmax
-import planting
 import processors
 import pytest
 import tiny
@@ -19,7 +18,7 @@ from model_type_settings import listed
 
 import attnlens
 from attnlens.errors import ModelError, TextError
-from attnlens.models import texts, weights
+from attnlens.models import texts
 from attnlens.records.architectures import architectures
 
 TABLE = {row.model_type: row for row in architectures()[1]}
@@ -56,9 +55,6 @@ REFUSED_SWEEP = {
     "sam2_video": "cannot generate inference_session",
     "instructblip": "cannot generate qformer_input_ids",
 }
-PLANTED = ("falcon", "codegen", "gpt_neox", "phi3", "qwen3")
-PLANTED_SWEEP = ("bloom", "mpt", "blip", "siglip")
-"""Types of unlike layouts: one matrix with its heads whole, interleaved or in blocks; one each; with norms."""
 
 
 def types(quick, sweep):
@@ -107,25 +103,6 @@ def test_a_type_is_refused_with_the_reason(name, tmp_path):
         if re.match("has (its own|no)", reason):
             assert type(model.model).__name__ in refusal.value.problem
             assert "attnlens list architectures" in refusal.value.remedy
-
-
-def test_an_eighth_of_all_types_is_tested():
-    assert len({*READ, *SWEEP, *REFUSED, *REFUSED_SWEEP}) >= len(model_types.TYPES()) // 8
-
-
-@types(PLANTED, PLANTED_SWEEP)
-def test_planted_weights_are_read_as_plus_and_minus_one_but_not_in_another_order(name, monkeypatch, tmp_path):
-    model = built(name, tmp_path)
-    inputs = texts.placeholder(model, 12, 0, sequences=2).batches[0].inputs
-    assert planting.read(model, inputs) == "±1"
-    factors = weights.factors
-
-    def shifted(*arguments):
-        for one in factors(*arguments):
-            yield replace(one, maps=replace(one.maps, query=one.maps.query.roll(1, 0)))
-
-    monkeypatch.setattr(weights, "factors", shifted)
-    assert planting.read(model, inputs) != "±1"
 
 
 def test_integer_buffers_are_not_codes_whatever_their_path_in_the_file(tmp_path):
