@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from threading import get_ident
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import Mock, patch
 
 import numpy
@@ -101,19 +101,14 @@ def check_loaded(
         candidates = [*[plain] * (plain != name), *(".".join(parts[i:]) for i in range(1, len(parts)) if is_empty)]
         for candidate in candidates:
             if not missing.isdisjoint(names_in_model(candidate, model.base_model_prefix)):
-                _refuse_added(where, name, candidate)
+                match = WRAPPER.search(name)
+                added = match[0] if match and not name.endswith(candidate) else name.removesuffix(candidate)
+                problem = f"{where} contains {shorten_text(name)}, which the model calls {shorten_text(candidate)}."
+                wrappers = "torch.compile, DataParallel, FSDP, PEFT or Lightning add it when they wrap a model"
+                raise ModelError(problem, f"Remove {shorten_text(added)} from the tensors' names; {wrappers}.")
     if is_empty:
         problem = f"None of the weights in {place.file} belongs to the class {type(model).__name__}: the file contains"
         raise ModelError(f"{problem} {format_names(sorted(stored))}.", "Use the config.json of these weights.")
-
-
-def _refuse_added(where: Path, name: str, plain: str) -> NoReturn:
-    """Raise ModelError for the tensor `name`, which is `plain` with a wrapper's prefix or infix."""
-    match = WRAPPER.search(name)
-    added = match[0] if match and not name.endswith(plain) else name.removesuffix(plain)
-    problem = f"{where} contains {shorten_text(name)}, which the model calls {shorten_text(plain)}."
-    wrappers = "torch.compile, DataParallel, FSDP, PEFT or Lightning add it when they wrap a model"
-    raise ModelError(problem, f"Remove {shorten_text(added)} from the tensors' names; {wrappers}.")
 
 
 def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
