@@ -253,20 +253,15 @@ A, HEAD = f"base_model.model.{Q0}.lora_A.weight", "base_model.model.lm_head.weig
 # fmt: off
 FAULTS = {
     "other kind": (config(peft_type="IA3"), "'IA3'", "merge_and_unload"),
-    "no kind": (config(peft_type=None), "peft_type = None"),
     "changed base": (config(init_lora_weights="pissa"), "'pissa'", "merge_and_unload"),
     "unknown setting": (config(trainable_token_indices=[3]), "trainable_token_indices"),
     "endless rank": (config(r=10**12), "instead of 1000000000000 × 32"),
-    "rank of none": (config(r=0), "the value passed is 0"),
     "α of text": (config(lora_alpha="16"), "lora_alpha = '16'"),
-    "rank pattern": (config(rank_pattern={"q_proj": 5}), "its rank is 2", "declares another rank", "r or rank_pattern"),
     "other rank": (config(r=4), "2 × 32 instead of 4 × 32", "its rank is 2", "Correct r or rank_pattern"),
-    "fewer targets": (config(layers_to_transform=[1]), "layers.0.self_attn.q_proj", "disagree"),
     "more targets": (config(target_modules=["q_proj", "v_proj"]), "v_proj", "disagree"),
     "excluded": (config(exclude_modules=["q_proj"]), "q_proj", "disagree"),
     "no expression": (config(target_modules="(q_proj"), "missing )"),
     "endless expression": (config(target_modules=r"(.*a)*q_proj" + "x?" * 2100), "are too long"),
-    "magnitudes missing": (config(use_dora=True), "lora_magnitude_vector"),
     "scale of no module": (config(alpha_pattern={"k_proj": 9}), "'k_proj' in alpha_pattern", "none of the adapted"),
     "rank of no module": (config(rank_pattern={"k_proj": 2}), "'k_proj' in rank_pattern", "remove that key"),
     "endless settings": (config(target_modules=["q_proj"] * 2 * 10**5), "larger than 1 MiB"),
@@ -277,7 +272,6 @@ FAULTS = {
     "no settings": (lambda f: (f / "adapter_config.json").unlink(), "has no adapter_config.json"),
     "no tensors": (lambda f: (f / FILE).unlink(), f"has no {FILE}"),
     "only a pickle": (lambda f: (f / FILE).rename(f / "adapter_model.bin"), "pickled adapter", "safetensors"),
-    "cut tensors": (lambda place: (place / FILE).write_bytes((place / FILE).read_bytes()[:-4]), "truncated"),
     "half a pair": (tensors(lambda t: {n: x for n, x in t.items() if n != A}), f"lacks {Q0}.lora_A"),
     "another width": (tensors(lambda t: t | {A: torch.ones(2, 48)}), "2 × 48 instead of 2 × 32", "base model as"),
     "another base": (tensors(lambda t: {name.replace("q_proj", "query"): x for name, x in t.items()}),
@@ -285,7 +279,6 @@ FAULTS = {
     "codes": (tensors(lambda t: t | {A: torch.ones(2, 32, dtype=torch.int8)}), "I8"),
     "other parts": (tensors(lambda t: t | {"base_model.model.x.lora_bias": torch.ones(2)}), "not a LoRA parameter"),
     "no prefix": (tensors(lambda t: t | {"x.weight": torch.ones(2)}), "not a LoRA parameter"),
-    "text": (lambda place: (place / "adapter_config.json").write_text("hello"), "not a JSON object"),
 }
 # fmt: on
 

