@@ -13,14 +13,11 @@ from loaded import sites_of
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from attnlens.errors import ModelError
-from attnlens.kernels import parsed
 from attnlens.kernels.attention import attend
 from attnlens.models import hooks
 
 identity = sys.modules[hooks.identity_error.__module__]  # `hooks.survey` is the function of that name
 
-RBF = hooks.Replacement(parsed("rbf:gamma=1"))
 BOTH = ["encoder", "encoder", "decoder", "cross", "decoder", "cross"]
 PARTS = {name: ["decoder"] * 2 for name in families.CAUSAL}
 PARTS |= {"bert": ["encoder"] * 2, "vit": ["encoder"] * 2, "bart": BOTH, "t5": BOTH, "whisper": BOTH}
@@ -107,18 +104,6 @@ def test_implementations_and_registered_names_are_restored_even_after_an_error()
     with pytest.raises(ZeroDivisionError), hooks.answer_calls(model, lambda _call: 1 / 0):
         hooks.forward(model, inputs)
     assert state(model) == before
-
-
-def test_replacing_the_kernel_changes_the_chosen_sites_only_and_must_reach_them():
-    model, inputs = built("gpt2", torch.float64)
-    sites, error = sites_of(model, inputs), partial(hooks.difference, model, inputs)
-    assert error(hooks.replace(model, sites, dict.fromkeys(sites, hooks.Replacement(hooks.OWN)))) < 1e-12
-    assert error(hooks.replace(model, sites, {})) < 1e-12
-    assert error(hooks.replace(model, sites, dict.fromkeys(sites[1:], RBF))) > 1e-3
-    model, inputs = built("bart")
-    sites = sites_of(model, inputs)
-    with pytest.raises(ModelError, match="never reached"), hooks.replace(model, sites, dict.fromkeys(sites, RBF)):
-        model.get_encoder()(input_ids=inputs["input_ids"])
 
 
 def test_a_module_without_a_softmax_is_distinguished_from_one_that_does_not_run():

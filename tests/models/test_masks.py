@@ -15,7 +15,6 @@ from attnlens.kernels import OWN
 from attnlens.kernels.attention import attend
 from attnlens.models import hooks, weights
 from attnlens.models.hooks.interface import read_call
-from attnlens.records import Call, Site
 
 LEAST = torch.finfo(torch.float32).min
 close = torch.testing.assert_close
@@ -129,32 +128,6 @@ def test_one_row_of_a_mask_holds_for_all_queries(monkeypatch):
         assert call.allowed.shape == (2, 1, 40, 40)
         expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen.expand(-1, -1, 40, -1))
         close(attend(call, OWN, "eager").transpose(1, 2), expected)
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_query_heads_of_a_grouped_call_share_key_heads_in_order(softcap):
-    query, key, bias = 2 * draw(1, 6, 5, 4), 2 * draw(1, 2, 5, 4, seed=1), draw(1, 6, 5, 5, seed=2)
-    seen = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
-    call = Call(query, key, key, 0.7, allowed=seen, bias=bias, softcap=softcap)
-    attention = call.query_key(Site("layer", 0, 0, "decoder")).attention[0]
-
-    def naive(head, key_head):
-        scores = 0.7 * query[0, head].double() @ key[0, key_head].double().T
-        scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-        return (scores + bias[0, head]).masked_fill(~seen[0, 0], -math.inf).softmax(-1)
-
-    for head in range(6):
-        close(attention[head], naive(head, head // 3), rtol=1e-6, atol=1e-7)
-    assert (attention[1] - naive(1, 1)).abs().max() > 0.05, "control: query head 1 meets key head 0"
-
-
-def test_chosen_queries_and_keys_of_a_sequence_have_its_logits():
-    query, key, bias = draw(3, 2, 5, 4), draw(3, 2, 7, 4, seed=1), draw(3, 2, 5, 7, seed=2)
-    whole = Call(query, key, key, 0.5, bias=bias, cross=True).query_key(Site("layer", 0, 0, "cross"))
-    queries, keys = torch.tensor([0, 2, 3]), torch.tensor([1, 2, 5, 6])
-    some = whole.sequences([2], queries, keys)
-    close(some.logits[0], whole.logits[2][:, queries][..., keys])
-    assert some.value.shape == (1, 2, 4, 4)
 
 
 def drawn(model):
