@@ -1,4 +1,4 @@
-"""Tests that weights read out of their files give what the loaded model gives, and that nothing else is read."""
+"""Tests that weights read from local or remote files equal those of the loaded model, and that nothing else is read."""
 
 import json
 import os
@@ -7,11 +7,13 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import fake_hub
 import families
 import model_types
 import pytest
 import tiny
 import torch
+import transformers as tf
 from hostile import refused, stored, weights
 from loaded import package, smollm2
 from program import invoke
@@ -352,3 +354,43 @@ def test_a_model_that_does_not_fit_is_read_from_its_files(more, folder, tmp_path
     words = "needs 0.0 GiB of memory", "--source weights --device files"
     refused(TooLargeError, lambda: attnlens.inspect(folder), *words)
     ended(invoke("inspect", folder), *words)
+
+
+def test_only_queries_and_keys_are_fetched_once_even_if_connections_drop_and_nothing_if_downloaded(
+    tmp_path, monkeypatch
+):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    place = tmp_path / "llama"
+    tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, vocab_size=999)).save_pretrained(place, max_shard_size="3MB")
+    shards = list(place.glob("*.safetensors"))
+    assert len(shards) == 3
+    monkeypatch.setattr("attnlens.models.loading.stored.WAIT", 0.0)
+    read = partial(attnlens.inspect, fake_hub.OPEN, **FILES)
+    with fake_hub.hub(place) as (address, hub):
+        fake_hub.connect(address, tmp_path / "cache", monkeypatch)
+        whole = read().heads
+        assert whole == attnlens.inspect(place, **SYMMETRY).heads
+        files = loading.load(place, from_files=True).deferred.files
+        needed = files.size(name for name in files.stored if "q_proj" in name or "k_proj" in name)
+        needed += sum(int.from_bytes(file.read_bytes()[:8], "little") + 8 for file in shards)
+        small = sum(file.stat().st_size for file in place.iterdir() if file.suffix != ".safetensors")
+        assert needed <= sum(hub.sent) - small <= 1.05 * needed  # with what the hub reports of the model
+        assert needed < sum(file.stat().st_size for file in shards) / 4, "a control: all of it would be far more"
+        hub.sent.clear()
+        read()
+        before = sum(hub.sent)
+        hub.sent.clear()
+        whole_headers = [10**9] * 2 * len(shards)
+        hub.drops[:] = [*whole_headers, 100_000, 0, 7, 50_000, 10**9, 200_000][::-1]
+        assert read().heads == whole
+        assert hub.drops == []
+        assert {100_000, 0, 7, 50_000, 200_000} <= set(hub.sent), "tensors were cut off"
+        assert sum(hub.sent) == before, "no byte was sent twice"
+        hub.drops[:] = [0] * 500
+        refused(ModelError, read, "can't be read from the hub")
+        hub.drops.clear()
+        loading.load(fake_hub.OPEN)
+        hub.drops[:] = [0] * 50
+        read()
+        assert len(hub.drops) == 50, "downloaded weights are not requested again"
