@@ -221,12 +221,6 @@ def test_images_are_fed_as_the_processor_prepares_them(sees, tmp_path):
     report = attnlens.inspect(sees, image=files, analyzers=["spectrum"])
     assert (report.settings.noise, report.settings.windows) == (None, 2)
     assert [text.name for text in report.settings.texts] == ["0.png", "255.png"]
-    inputs, records = media.read_files(sees, "image", files[:1])
-    assert [set(prepared) for prepared in inputs] == [{"pixel_values"}]
-    assert [record.name for record in records] == ["0.png"]
-    files_only = media.Feed(sees.model, texts.media_of(sees.model), 0, files={"image": inputs})
-    assert files_only.texts == [], "no random input is recorded"
-    assert torch.equal(files_only.take([0])["pixel_values"], inputs[0]["pixel_values"])
 
 
 def test_each_window_follows_the_next_image(tmp_path):

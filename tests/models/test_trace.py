@@ -208,18 +208,6 @@ def test_anything_else_is_refused_with_the_reason():
         assert [reason.startswith(why) for reason in reasons] == [True], (name, reasons)
 
 
-def test_a_choice_among_experts_is_not_attention():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.router, self.experts = nn.Linear(12, 4), nn.Parameter(torch.randn(4, 12))
-
-        def forward(self, x):
-            return self.router(x).softmax(-1) @ self.experts
-
-    assert traced(Experts()) == ([], [])
-
-
 @pytest.mark.parametrize("weighted", [True, False])
 def test_torchs_multi_head_attention_is_traced(weighted):
     torch.manual_seed(0)

@@ -123,15 +123,6 @@ def test_biases_are_left_out_of_the_form_but_not_of_that_on_inputs():
     assert {*parts} == {("encoder", False), ("decoder", False), ("cross", True)}
 
 
-def test_nan_in_one_head_leaves_the_others():
-    model = families.build("llama")
-    model.model.layers[0].self_attn.q_proj.weight[:10] = torch.nan
-    factors = read(model, "llama")[0]
-    assert factors.maps.query[0].isnan().all()
-    assert factors.maps.query[1:].isfinite().all()
-    assert factors.rotation.angles.isfinite().all()
-
-
 def test_a_layer_norm_with_bias_is_not_bilinear_and_one_before_the_module_is_not_qk_norm():
     phi = tf.PhiConfig(**families.ENCODER | {"hidden_size": 48}, qk_layernorm=True)
     roberta = tf.RobertaPreLayerNormConfig(**families.ENCODER)

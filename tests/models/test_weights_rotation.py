@@ -144,20 +144,6 @@ def test_gains_of_zero_cost_no_head_and_no_angle_but_without_signal_there_is_no_
     assert second.rotation is not None
 
 
-@pytest.mark.parametrize(("query_heads", "key_heads"), [((0, 1), (0,)), (range(6), (0, 1))])
-def test_heads_that_share_a_dead_pair_are_read(query_heads, key_heads):
-    model = families.build("llama")
-    module = model.model.layers[0].self_attn
-    for projection, heads in ((module.q_proj, query_heads), (module.k_proj, key_heads)):
-        for row in (10 * head + coordinate for head in heads for coordinate in (1, 6)):
-            projection.weight[row] = projection.bias[row] = 0
-    factors, untouched = read(model, "llama")
-    lost = len(query_heads) == 6  # no head has a signal there, so that there is no angle
-    assert [1, 6] in untouched.rotation.pairs.tolist()
-    assert ([1, 6] in factors.rotation.pairs.tolist()) != lost
-    assert_singular_values_of_the_joint_kernel(factors.query_key)
-
-
 def test_gains_behind_the_rotation_are_not_a_rotation():
     model = tf.HunYuanDenseV1ForCausalLM(tf.HunYuanDenseV1Config(**families.GROUPED)).eval().requires_grad_(False)
     for parameter in model.parameters():
