@@ -208,8 +208,7 @@ def test_nan_is_harmless_in_unread_tensors_and_costs_one_head_in_its_queries(tmp
     assert skipped in loaded.coverage.skipped
 
 
-def test_a_header_of_a_hub_with_false_entries_is_refused(original):
-    """The safetensors library reads the headers of local files; those of remote files are parsed here."""
+def test_a_header_with_false_entries_is_refused(original):
     content = (original / "model.safetensors").read_bytes()
     begin = LENGTH + int.from_bytes(content[:LENGTH], "little")
     header = json.loads(content[LENGTH:begin])

@@ -93,7 +93,7 @@ def _centre(scores: Tensor, visible: Tensor) -> Tensor:
 
 
 Tokens = tuple[int, ...] | None
-"""Shape of a module's first floating-point input without its last axis; None if there is no such input."""
+"""Shape of a module's first floating-point input without its last axis; None if the module gets none."""
 
 
 @dataclass(frozen=True)
@@ -382,7 +382,7 @@ class _Tracer(TorchFunctionMode):
     ) -> Tensor:
         """Return the result of `answer` for the innermost module of `owners`.
 
-        Return `original()` if `prove`, if there is no such module, or if its attention is unreadable or not traced.
+        Return `original()` if `prove`, if `owners` is empty, or if the module's attention is unreadable or not traced.
         Raises ModelError if the module is in `modules` and its attention is unreadable.
         """
         owner, tokens = owners[-1] if owners else (None, None)
