@@ -1,5 +1,6 @@
 """Tests that merged adapters are what their formula says, that heads are compared with the base, and refusals."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -116,6 +117,8 @@ def test_an_adapter_is_merged_as_by_hand(kind, bases, tmp_path):
     loaded = loading.load(base, adapter=tmp_path / "adapter")
     expected = loading.load(by_hand(tmp_path / "twin", base, tensors, dict.fromkeys(paths, scale)))
     assert (loaded.info.adapter.kind, loaded.info.adapter.modules) == (kind, len(paths))
+    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (tmp_path / "adapter").iterdir()}
+    assert {file.name: file.sha256 for file in loaded.info.adapter.files} == digests
     check_parameters(loaded, expected)
     name = f"{paths[0]}.weight"
     control = weights(by_hand(tmp_path / "control", base, tensors, dict.fromkeys(paths, 1.0)))

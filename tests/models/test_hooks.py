@@ -229,12 +229,6 @@ def test_any_number_that_takes_the_weight_away_is_a_mask():
             allowed, bias = split(torch.where(seen, visible, number).to(dtype))
             assert torch.equal(allowed, seen), (dtype, number, visible)
             assert bias is None, (dtype, number, visible)
-    for number, empty in ((LEAST, True), (-1e9, True), (-100.0, False), (-3.0, False)):
-        mask = torch.zeros(1, 1, 4, 4)
-        mask[0, 0, 1] = number  # −100 for every key leaves the softmax as it was
-        allowed, _ = split(mask)
-        assert allowed[0, 0, [0, 2, 3]].all(), number
-        assert bool(allowed[0, 0, 1].any()) != empty, number
 
 
 def test_a_mask_on_top_of_a_position_bias_is_separated_from_it():

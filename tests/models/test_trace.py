@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import families
 import loaded
-import model_types
 import pytest
 import torch
 from torch import nn
@@ -20,11 +19,6 @@ from attnlens.records import Site
 
 BOTH = [name for name in families.REACHED if name not in (*families.TRACED, "gpt_oss", "gemma2")]
 """Families of the interface whose eager attention is a softmax of one product."""
-MORE = model_types.listed(
-    "arcee biogpt camembert cohere2 electra ernie exaone4 gemma glm glm4 granite helium jamba m2m_100 mixtral nemotron "
-    "olmo olmo2 persimmon phi seed_oss stablelm starcoder2 xlm-roberta"
-)
-"""Other model types of the interface."""
 HEADS, WIDTH, TOKENS = 3, 4, 6
 
 
@@ -36,14 +30,10 @@ def collect(model, run):
     return calls, list(refused.values())
 
 
-@pytest.mark.parametrize("name", [*BOTH, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
+@pytest.mark.parametrize("name", BOTH)
 def test_a_type_of_the_interface_is_traced_to_the_same_numbers(name):
-    if name in families.FAMILIES:
-        model = families.build(name)
-        inputs = families.inputs(name, model, padded=name != "vit")
-    else:
-        model = model_types.build(name)
-        inputs = model_types.plain_inputs(model)
+    model = families.build(name)
+    inputs = families.inputs(name, model, padded=name != "vit")
     expected = hooks.survey(model, inputs)
     with hooks.implementation(model, "eager"):
         calls, reasons = collect(model, lambda: hooks.forward(model, inputs))
