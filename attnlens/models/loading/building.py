@@ -10,7 +10,6 @@ from functools import cache, partial
 from importlib import import_module
 from logging import CRITICAL, getLogger
 from math import prod
-from pathlib import Path
 from threading import get_ident
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -23,7 +22,7 @@ from attnlens.files import format_value, shorten_text
 from attnlens.models.loading import configs
 from attnlens.models.loading.gguf import ATTENTION_NAMES, SAY_SAFETENSORS, GgufFiles, Settings
 from attnlens.models.loading.gguf import read_header as read_gguf_header
-from attnlens.models.loading.locate import Location, Storage, check_entries, foreign, names_in, readable
+from attnlens.models.loading.locate import Location, check_entries, foreign, names_in, readable
 from attnlens.models.loading.stored import LocalFile, Stored, count_numbers, format_names, read_header, read_pickle
 
 if TYPE_CHECKING:
@@ -154,15 +153,13 @@ SAY_ONCE = "Save the model again with each tensor stored once."
 
 def list_tensors(place: Location) -> dict[str, Stored]:
     """Return {name: Stored} for all tensors of the weight files. Raises ModelError if a file is invalid."""
-    readers: dict[Storage, Callable[[Path], dict[str, Stored]]] = {
-        "safetensors": lambda file: read_header(LocalFile(file))[0],
-        "pickle": read_pickle,
-        "gguf": lambda file: {entry.name: Stored(entry.shape, "F32") for entry in read_gguf_header(file).tensors},
-    }
     tensors: dict[str, Stored] = {}
     for file in place.weights:
         with readable(file):
-            content = readers[place.form](file)
+            if place.gguf:
+                content = {entry.name: Stored(entry.shape, "F32") for entry in read_gguf_header(file).tensors}
+            else:
+                content = read_pickle(file) if place.form == "pickle" else read_header(LocalFile(file))[0]
         if twice := sorted(tensors.keys() & content.keys()):  # transformers takes the last, regardless of the index
             raise ModelError(f"{file} and another weight file both contain {format_names(twice)}.", SAY_ONCE)
         tensors |= content

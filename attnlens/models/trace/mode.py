@@ -300,13 +300,14 @@ class _Tracer(TorchFunctionMode):
             result = self._answer_fused(call)
         else:
             pair = operands(call)
+            if pair is None:
+                return self.known.run(call)
             # a weight offloaded to disk has a different address in every pass, but is still a Parameter
             constant = any(
-                isinstance(part, nn.Parameter) or part.untyped_storage().data_ptr() in self.constants
-                for part in pair or ()
+                isinstance(part, nn.Parameter) or part.untyped_storage().data_ptr() in self.constants for part in pair
             )
-            weights = next((part for part in pair or () if part in self.known.weights), None)
-            if pair is None or (constant and weights is None and function is torch.einsum):  # the einsum can mix heads
+            weights = next((part for part in pair if part in self.known.weights), None)
+            if constant and weights is None and function is torch.einsum:  # the einsum can mix heads
                 return self.known.run(call)
             if function is torch.einsum and not constant:
                 with self:
