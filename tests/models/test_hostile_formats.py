@@ -6,7 +6,6 @@ import shutil
 import struct
 import sys
 from functools import partial
-from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from hostile import DEEP, edited, refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from program import invoke
+from reports import synthetic_report
 from safetensors.torch import save
 
 from attnlens.errors import AttnlensError, ModelError, TextError, UsageError
@@ -64,20 +64,18 @@ def test_a_gguf_file_is_read_whole_and_called_truncated_wherever_it_is_cut(gguf_
 CUT = "truncated or damaged"
 LATE = "the data of blk.0.attn_q.weight end at byte"
 HEADERS = [  # position (a field's name stands for that of its value's type), bytes written there, words of the error
-    *((4, struct.pack(order, version), words) for order, version, words in (("<I", 1, "v1"), (">I", 3, "v50331648"))),
-    *((8, struct.pack("<Q", count), CUT) for count in (2**60, 2**64 - 1, 2**20)),
-    *((16, struct.pack("<Q", 2**power), words) for power, words in ((60, CUT), (22, ""))),
-    (24, struct.pack("<Q", 2**63), CUT),
+    (4, struct.pack(">I", 3), "v50331648"),
+    *((8, struct.pack("<Q", count), CUT) for count in (2**60, 2**20)),
     ("llama.block_count", struct.pack("<II", 4, 10**9), "llama.block_count = 1000000000"),
     ("llama.embedding_length", struct.pack("<II", 4, 2**31), "far larger model"),
     ("llama.vocab_size", struct.pack("<II", 4, 10**9), ""),
-    *(("tokenizer.ggml.tokens", struct.pack("<II", 9, kind), f"an array of type {kind}") for kind in (9, 77)),
-    *(("tokenizer.ggml.tokens", struct.pack("<IIQ", 9, 8, 2**power), CUT) for power in (60, 20)),
+    ("tokenizer.ggml.tokens", struct.pack("<II", 9, 77), "an array of type 77"),
     ("general.architecture", struct.pack("<IQ", 8, 2**60), CUT),
-    ("blk.0.attn_q.weight", struct.pack("<I", 2**31), CUT),
-    ("blk.0.attn_q.weight", struct.pack("<IQ", 2, 2**60), LATE),
     ("blk.0.attn_q.weight", struct.pack("<IQQI", 2, 32, 32, 999), "in an unknown type"),
-    ("blk.0.attn_q.weight", struct.pack("<IQQIQ", 2, 32, 32, 0, 2**62), LATE),
+    *(
+        ("blk.0.attn_q.weight", struct.pack(*entry), LATE)
+        for entry in (("<IQ", 2, 2**60), ("<IQQIQ", 2, 32, 32, 0, 2**62))
+    ),
     ("blk.0.", b"\xff\xfe", CUT),
 ]
 
@@ -165,6 +163,9 @@ def test_texts_plans_and_reports_that_can_not_be_read_are_refused(tmp_path, monk
         for text in ODD:
             Path("r.json").write_text(text)
             refused(UsageError, partial(read, tmp_path / "r.json"))
+    report = synthetic_report(2, 2)
+    Path("r.json").write_bytes(b"\xef\xbb\xbf" + report.to_json().encode())
+    assert read_report("r.json").to_json() == report.to_json(), "a byte order mark is skipped"
     monkeypatch.setattr("attnlens.models.texts.sequences.LARGEST_FILE", 100)
     Path("large").write_text("word " * 100)
     refused(TextError, partial(read_each, ["large"]), "larger than 0 MiB")
@@ -175,8 +176,6 @@ def test_stdin_and_a_pipe_of_the_shell_are_read_if_possible(tmp_path, monkeypatc
         for stream in (written_only, None):
             monkeypatch.setattr(sys, "stdin", stream)
             refused(TextError, partial(read_each, ["-"]), "stdin can't be read")
-    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(b"\xef\xbb\xbfsome words")))
-    assert read_each(["-"])[0].text == "some words"
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as file:
         file.write("some words")
@@ -191,14 +190,6 @@ def test_a_deleted_working_directory_is_survived(tmp_path, monkeypatch):
     gone.rmdir()
     assert (len(sample("m")), len(sample("demo"))) == (3, 1)
     refused(ModelError, lambda: loading.load("./m"), "no such folder")
-
-
-def test_a_report_with_a_byte_order_mark_is_read(folder):
-    file = folder / "r.json"
-    assert invoke("inspect", folder, "--source", "weights", "--layers", "0", "--json", file, "-q").returncode == 0
-    report = read_report(file)
-    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
-    assert read_report(file) == report
 
 
 JSON = st.recursive(

@@ -116,19 +116,6 @@ def test_models_whose_patches_share_a_row_get_one_image_per_pass(tmp_path):
     assert report.settings.windows == 2
 
 
-def test_inputs_that_cannot_be_generated_are_refused_by_name():
-    for name, words in {
-        "mimi_decoder": "cannot generate latents for MimiDecoderModel",
-        "gemma4_audio": "cannot generate input_features for Gemma4AudioModel",
-        "patchtst": "cannot generate past_values for PatchTSTModel",
-        "qwen3_vl_vision": "cannot generate grid_thw for Qwen3VLVisionModel",
-    }.items():
-        with pytest.raises(TextError, match=words) as refusal:
-            texts.placeholder(of_type(name), 9, 0)
-        assert "preprocessor_config.json" in refusal.value.remedy
-        assert "attnlens.capture" in refusal.value.remedy
-
-
 HUGE = {"size": {"height": 60_000, "width": 60_000}}
 HOSTILE = {
     "vit": [{"size": "x"}, {"image_mean": [1]}, {"image_processor_type": 3}, HUGE],
@@ -234,12 +221,6 @@ def test_images_are_fed_as_the_processor_prepares_them(sees, tmp_path):
     report = attnlens.inspect(sees, image=files, analyzers=["spectrum"])
     assert (report.settings.noise, report.settings.windows) == (None, 2)
     assert [text.name for text in report.settings.texts] == ["0.png", "255.png"]
-    inputs, records = media.read_files(sees, "image", files[:1])
-    assert [set(prepared) for prepared in inputs] == [{"pixel_values"}]
-    assert [record.name for record in records] == ["0.png"]
-    files_only = media.Feed(sees.model, texts.media_of(sees.model), 0, files={"image": inputs})
-    assert files_only.texts == [], "no random input is recorded"
-    assert torch.equal(files_only.take([0])["pixel_values"], inputs[0]["pixel_values"])
 
 
 def test_each_window_follows_the_next_image(tmp_path):

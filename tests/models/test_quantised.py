@@ -97,10 +97,8 @@ FAULTS = {
     "codes without a scale": (changed("gptq", scales=None), Q, "scales is missing"),
     "codes alone": (changed("gptq", scales=None, qzeros=None, g_idx=None), f"{Q}.qweight"),
     "groups beyond scales": (changed("gptq", g_idx=torch.full((HIDDEN,), 9, dtype=torch.int32)), Q, "groups of inputs"),
-    "awq without zero tensors": (changed("awq", qzeros=None), Q, "qzeros is missing"),
     "another shape": (changed("packed", weight_shape=torch.tensor([HIDDEN, 2**40])), Q, "contain 1099511627776 codes"),
     "another state": (changed("nf4", **{STATE: BYTES}), Q, "a valid description of its codes is missing"),
-    "no values": (changed("nf4", **{"weight.quant_map": None}), Q, "quant_map is missing"),
     "another order": (changed("LLM.int8", weight_format=BYTES[0] + 2), Q, "stored row by row"),
     "zeros beside the middle": (described("zeros stored as 8", sym=None), "all its zeros are 9", "proj"),
     "another format": (described("gptq", checkpoint_format="marlin"), "checkpoint_format = 'marlin'"),
@@ -118,21 +116,17 @@ FAULTS = {
     "asymmetric": (described("int8", **groups(8, symmetric=False)), "symmetric is false", "proj"),
     "another order of inputs": (described("packed", **groups(4, actorder="group")), "actorder is group", "proj"),
     "zeros stored as 8 in the first format": (described("zeros stored as 8", checkpoint_format="gptq"), "sym", "proj"),
-    "zeros stored as 7 in the second": (described("zeros stored as 7", checkpoint_format="gptq_v2"), "sym", "proj"),
     "other bits": (described("zeros stored as 7", bits=8), "bits", "proj"),
     "other groups": (described("zeros stored as 7", group_size=2 * GROUP), "group_size", "proj"),
     "one group": (described("zeros stored as 7", group_size=-1), "group_size", "proj"),
     "in order": (described("gptq", desc_act=False), "desc_act", "proj"),
     "blocks of 64": (described("blocks of 64", width=WIDE), "don't match", "proj"),
-    "blocks of 48": (described("blocks of 48", width=WIDE, weight_block_size=[64, 64]), "don't match", "proj"),
     "one scale, no blocks": (described("fp8 per tensor", weight_block_size=[20, 20]), "weight_block_size", "proj"),
-    "awq of other groups": (described("awq", group_size=2 * GROUP), "group_size", "proj"),
     "awq without zeros": (described("awq", zero_point=False), "zero_point", "proj"),
     "codes of eight bits": (described("nf4", load_in_8bit=True, load_in_4bit=False), "load_in_8bit", "proj"),
     "codes of four bits": (described("LLM.int8", load_in_8bit=False, load_in_4bit=True), "load_in_4bit", "proj"),
     "another table": (described("nf4", bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type", "proj"),
     "no zeros": (described("packed", **groups(4, symmetric=True)), "symmetric", "proj"),
-    "groups of another size": (described("packed", **groups(4, group_size=32)), "group_size", "proj"),
     "int8 of four bits": (described("int8", **groups(4)), "num_bits", "proj"),
 }
 # fmt: on
@@ -148,7 +142,7 @@ def test_codes_that_can_not_be_decoded_are_refused_and_scales_of_activations_are
     model = tmp_path / "model"
     model.mkdir()
     each_refused(ModelError, model, FAULTS, loading.load, read_site)
-    for number, word in ((0, Q), (6, Q), (12, "zeros")):
+    for number, word in ((0, Q), (6, Q), (10, "zeros")):
         refused(ModelError, partial(from_files, tmp_path / f"fault{number}" / "model"), word)
     stored(model, saved(model) | {f"{Q}.weight_scale": torch.tensor(2.0)})
     refused(ModelError, partial(loading.load, model), f"{Q}.weight_scale")

@@ -58,41 +58,34 @@ def refused(kind, call, *args, **options):
     return caught.value
 
 
-def test_files_and_standard_input_are_read_as_separate_texts(tmp_path, monkeypatch):
+def test_files_and_standard_input_are_read_as_separate_texts_unless_they_are_equal(tmp_path, monkeypatch):
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"
     one.write_text("first")
     two.write_text("second\n")
     assert texts.read_each([str(one), str(two)]) == (Content("first", "one.txt"), Content("second\n", "two.txt"))
     assert texts.read_each([]) == ()
-    one.write_text(PROSE + "naïve\n", encoding="utf-8")
-    (record,) = cut(reader("gpt2"), [*texts.read_each([str(one)])], tokens=16).texts
-    assert (record.name, record.sha256) == ("one.txt", hashlib.sha256(one.read_bytes()).hexdigest())
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve\n".encode()), encoding="ascii"))
-    assert texts.read_each(["-"]) == (Content("naïve\n", "stdin"),)
-
-
-def test_unusable_and_repeated_files_are_refused_with_the_reason(tmp_path):
-    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
-    cases = {b"": "empty", b" \n\t\n": "empty", b"abc\0def": "binary", b"caf\xe9 au lait": "not UTF-8"}
-    for stored, words in cases.items():
-        one.write_bytes(stored)
-        assert words in refused(TextError, texts.read_each, [str(one)]).problem, stored
-    for path, words in ((two, "No such file"), (tmp_path, "directory")):
-        assert words in refused(TextError, texts.read_each, [str(path)]).problem
-    one.write_text("first")
     two.write_text("first")
     for paths in ([one, two], [one, one]):
         error = refused(TextError, texts.read_each, [*map(str, paths)])
         assert "have the same content" in error.problem
         assert error.remedy == "Give each text only once."
+    one.write_text(PROSE + "naïve\n", encoding="utf-8")
+    (record,) = cut(reader("gpt2"), [*texts.read_each([str(one)])], tokens=16).texts
+    assert (record.name, record.sha256) == ("one.txt", hashlib.sha256(one.read_bytes()).hexdigest())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufeffnaïve\n".encode()), encoding="ascii"))
+    assert texts.read_each(["-"]) == (Content("naïve\n", "stdin"),)
 
 
-def test_built_in_sample_has_three_kinds_of_text_and_one_for_demo():
+def test_built_in_sample_has_three_kinds_of_text_and_one_for_demo_and_its_descendants(demo, tmp_path):
     sample = texts.sample("bert-base-uncased")
     assert [text.name for text in sample] == ["King James passages", "attnlens documentation", "attnlens source code"]
     assert all(len(text.text.encode()) >= 30_000 for text in sample)
-    step = sequences.DEMO / "checkpoints" / "step-00030"
-    assert texts.sample("demo") == texts.sample(str(step)) == sample[:1]
+    demo.tokenizer.save_pretrained(tmp_path / "copy")
+    for name in ("demo", sequences.DEMO / "checkpoints" / "step-00030", tmp_path / "copy"):
+        assert texts.sample(str(name)) == sample[:1]
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    for name in (tmp_path, tmp_path / "copy" / "none"):
+        assert texts.sample(str(name)) == sample
 
 
 def numbered(count):
@@ -233,19 +226,6 @@ def test_windows_and_lines_are_wrapped_as_the_tokenizer_wraps_a_text(name):
     assert cut(model, LINES, tokens=14, pack=False, sequences=2).sequences == 2
 
 
-def test_lines_are_padded_with_a_token_that_the_model_knows():
-    tokenizer = tiny.tokenizer("gpt2")
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    known = len(tokenizer) - 1
-    model = loaded("gpt2", tokenizer, tiny.gpt2(vocab_size=known))
-    assert tokenizer.pad_token_id == known, "the id of padding is the first that the model lacks"
-    (batch,) = cut(model, LINES, pack=False)
-    assert not batch.inputs["attention_mask"].all()
-    logits, alone = model.model(**batch.inputs).logits, cut(model, LINES, pack=False, batch_size=1)
-    for row, length, one in zip(logits, batch.lengths, alone, strict=True):
-        assert torch.allclose(row[:length], model.model(**one.inputs).logits[0], atol=1e-5)
-
-
 def test_a_short_text_gives_fewer_windows_with_a_note_and_short_lines_are_left_out():
     for letters, windows in ((10, 1), (39, 3), (40, 4)):
         batches = cut(reader("gpt2"), "a" * letters, tokens=10)
@@ -255,10 +235,14 @@ def test_a_short_text_gives_fewer_windows_with_a_note_and_short_lines_are_left_o
     assert [batch.lengths for batch in cut(reader("gpt2"), "a\nbc\n\nd\nefg\n", pack=False)] == [(2, 3)]
 
 
-def test_padded_lines_give_the_outputs_of_each_line_alone():
-    for name in ("bert", "gpt2"):
-        model = loaded(name, tiny.tokenizer(name), tiny.gpt2() if name == "gpt2" else None)
+def test_padded_lines_give_the_outputs_of_each_line_alone_whatever_the_tokenizer_pads_with():
+    unknown = tiny.tokenizer("gpt2")
+    unknown.add_special_tokens({"pad_token": "[PAD]"})
+    small = tiny.gpt2(vocab_size=len(unknown) - 1)
+    assert unknown.pad_token_id == small.config.vocab_size, "the id of padding is the first that the model lacks"
+    for model in (loaded("bert", tiny.tokenizer("bert")), loaded("gpt2", unknown, small), reader("gpt2")):
         (batch,), alone = cut(model, LINES, pack=False), cut(model, LINES, pack=False, batch_size=1)
+        assert not batch.inputs["attention_mask"].all()
         logits = model.model(**batch.inputs).logits
         for row, length, one in zip(logits, batch.lengths, alone, strict=True):
             assert torch.allclose(row[:length], model.model(**one.inputs).logits[0], atol=1e-5)
@@ -335,13 +319,8 @@ def test_pixels_are_noise_that_depends_on_seed_and_number_alone():
     assert cut(half, "", sequences=2).batches[0].inputs["pixel_values"].dtype == torch.bfloat16
 
 
-def test_clip_and_whisper_get_noise_and_text():
-    clip, whisper = (loaded(name, tiny.tokenizer("bert")) for name in ("clip", "whisper"))
-    batches = cut(clip, PROSE, tokens=10, sequences=6, batch_size=4)
-    assert [set(batch.inputs) for batch in batches] == [{"pixel_values", "input_ids", "attention_mask"}] * 2
-    assert [len(batch.inputs["pixel_values"]) for batch in batches] == [4, 2]
-    assert [text.name for text in batches.texts] == ["a text", "random pixels"]
-    clip.model(**batches.batches[0].inputs)
+def test_whispers_decoder_reads_the_text_as_it_is_beside_noise():
+    whisper = loaded("whisper", tiny.tokenizer("bert"))
     (batch,) = batches = cut(whisper, PROSE, tokens=10, sequences=3)
     assert batch.inputs["input_features"].shape == (3, 8, 30)
     beginning = whisper.tokenizer(PROSE, truncation=True, max_length=10)["input_ids"]
@@ -425,11 +404,3 @@ def test_some_passes_lie_evenly_among_all():
         assert ([batch.size for batch in some], some.sequences) == (sizes, sum(sizes))
         places = [next(at for at, batch in enumerate(batches) if batch is one) for one in some]
         assert places == [index * len(batches) // len(sizes) for index in range(len(sizes))]
-
-
-def test_a_descendant_of_the_demo_reads_its_text_and_other_models_all_three(demo, tmp_path):
-    demo.tokenizer.save_pretrained(tmp_path / "copy")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
-    counts = [len(texts.sample(str(name))) for name in ("demo", tmp_path / "copy", tmp_path / "other", tmp_path)]
-    assert counts == [1, 1, 3, 3]

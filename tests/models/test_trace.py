@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import families
 import loaded
-import model_types
 import pytest
 import torch
 from torch import nn
@@ -20,11 +19,6 @@ from attnlens.records import Site
 
 BOTH = [name for name in families.REACHED if name not in (*families.TRACED, "gpt_oss", "gemma2")]
 """Families of the interface whose eager attention is a softmax of one product."""
-MORE = model_types.listed(
-    "arcee biogpt camembert cohere2 electra ernie exaone4 gemma glm glm4 granite helium jamba m2m_100 mixtral nemotron "
-    "olmo olmo2 persimmon phi seed_oss stablelm starcoder2 xlm-roberta"
-)
-"""Other model types of the interface."""
 HEADS, WIDTH, TOKENS = 3, 4, 6
 
 
@@ -36,14 +30,10 @@ def collect(model, run):
     return calls, list(refused.values())
 
 
-@pytest.mark.parametrize("name", [*BOTH, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
+@pytest.mark.parametrize("name", BOTH)
 def test_a_type_of_the_interface_is_traced_to_the_same_numbers(name):
-    if name in families.FAMILIES:
-        model = families.build(name)
-        inputs = families.inputs(name, model, padded=name != "vit")
-    else:
-        model = model_types.build(name)
-        inputs = model_types.plain_inputs(model)
+    model = families.build(name)
+    inputs = families.inputs(name, model, padded=name != "vit")
     expected = hooks.survey(model, inputs)
     with hooks.implementation(model, "eager"):
         calls, reasons = collect(model, lambda: hooks.forward(model, inputs))
@@ -66,15 +56,11 @@ def test_scores_with_a_sink_or_a_cap_are_refused_with_the_reason():
         assert [reason.startswith(start) for reason in reasons] == [True, True], reasons
 
 
-def surveyed(name):
-    model = families.build(name).double()
-    inputs = families.inputs(name, model)
-    return model, inputs, hooks.survey(model, inputs)
-
-
 @pytest.mark.parametrize("name", families.TRACED)
 def test_sites_of_a_hand_written_family_are_traced_and_answered_and_biases_do_not_enter_the_shares(name):
-    model, inputs, sites = surveyed(name)
+    model = families.build(name).double()
+    inputs = families.inputs(name, model)
+    sites = hooks.survey(model, inputs)
     assert [reached.site.traced for reached in sites] == [True, True]
     assert hooks.run_survey(model, inputs).missed == {}
     assert hooks.identity_error(model, inputs) < 1e-6
@@ -97,27 +83,6 @@ def test_sites_of_a_hand_written_family_are_traced_and_answered_and_biases_do_no
             assert shares
             for share in shares:
                 assert torch.equal(biased[share].nan_to_num(), bare[share].nan_to_num()), share
-
-
-def test_biases_of_bloom_and_deberta_are_their_own_terms_of_positions():
-    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-
-    _, inputs, sites = surveyed("bloom")
-    alibi = build_alibi_tensor(inputs["attention_mask"], 4, torch.float64).view(2, 4, 1, -1)
-    for reached in sites:
-        seen, bias = reached.call.visible(), reached.call.bias
-        assert (torch.where(seen, bias - alibi.expand_as(bias), 0.0)).abs().max() < 1e-12
-    model, _, sites = surveyed("deberta_v2")
-    for reached in sites:
-        part, hidden, call = reached.module, reached.arguments["hidden_states"], reached.call
-        query, key = (map_(hidden).unflatten(-1, (4, -1)).transpose(1, 2) for map_ in (part.query_proj, part.key_proj))
-        content = query @ key.transpose(-1, -2) / math.sqrt(3 * query.shape[-1])
-        assert (call.scale * call.query @ call.key.transpose(-1, -2) - content).abs().max() < 1e-6
-        relative = model.deberta.encoder.get_rel_embedding()
-        bias = part.disentangled_attention_bias(query.flatten(0, 1), key.flatten(0, 1), None, relative, 3)
-        bias = bias.view_as(content)
-        assert (call.bias.expand_as(bias) - bias).abs().max() < 1e-6, "its square root of the scale is a float32"
-        assert bias.std() > 0.1, "control: there are such terms"
 
 
 class Attention(nn.Module):
@@ -231,18 +196,6 @@ def test_anything_else_is_refused_with_the_reason():
         calls, reasons = traced(Attention(*functions).to(dtype))
         assert not calls, name
         assert [reason.startswith(why) for reason in reasons] == [True], (name, reasons)
-
-
-def test_a_choice_among_experts_is_not_attention():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.router, self.experts = nn.Linear(12, 4), nn.Parameter(torch.randn(4, 12))
-
-        def forward(self, x):
-            return self.router(x).softmax(-1) @ self.experts
-
-    assert traced(Experts()) == ([], [])
 
 
 @pytest.mark.parametrize("weighted", [True, False])

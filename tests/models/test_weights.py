@@ -1,18 +1,27 @@
-"""Tests that the factors are the model's weights in every layout, and that what is not bilinear is refused."""
+"""Tests that factors and roles are the model's weights in every layout, and that what is not bilinear is refused.
+
+Latent attention is read as two forms, whose matrices are products of the module's parameters.
+"""
+
+from contextlib import contextmanager
+from dataclasses import replace
 
 import families
 import model_types
 import pytest
 import torch
 import transformers as tf
-from factors import ROTARY, agrees, factors_of, random_model, read
-from heads import turns
+from factors import ROTARY, agrees, factors_of, probes, random_inputs, random_model, read
+from heads import dense, random, turns
+from loaded import loaded
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import attnlens
 from attnlens.errors import NotBilinearError, UnreadableError
 from attnlens.models import hooks, weights
-from attnlens.models.weights import probe
+from attnlens.models.weights import probe as probing
+from attnlens.models.weights import query_key_maps
 
 close = torch.testing.assert_close
 
@@ -114,15 +123,6 @@ def test_biases_are_left_out_of_the_form_but_not_of_that_on_inputs():
     assert {*parts} == {("encoder", False), ("decoder", False), ("cross", True)}
 
 
-def test_nan_in_one_head_leaves_the_others():
-    model = families.build("llama")
-    model.model.layers[0].self_attn.q_proj.weight[:10] = torch.nan
-    factors = read(model, "llama")[0]
-    assert factors.maps.query[0].isnan().all()
-    assert factors.maps.query[1:].isfinite().all()
-    assert factors.rotation.angles.isfinite().all()
-
-
 def test_a_layer_norm_with_bias_is_not_bilinear_and_one_before_the_module_is_not_qk_norm():
     phi = tf.PhiConfig(**families.ENCODER | {"hidden_size": 48}, qk_layernorm=True)
     roberta = tf.RobertaPreLayerNormConfig(**families.ENCODER)
@@ -143,7 +143,7 @@ def test_a_centred_norm_keeps_its_gain_and_its_centring():
     holder.q_norm = nn.LayerNorm(8, bias=False)
     nn.init.uniform_(holder.q_norm.weight, 0.5, 2)
     x = 3 + torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
-    with probe.linear(probe.norms_inside(holder)):
+    with probing.linear(probing.norms_inside(holder)):
         normed = holder.q_norm(x)
     expected = holder.q_norm.weight * (x - x.mean(-1, keepdim=True))
     close(normed.double(), expected.double(), rtol=1e-5, atol=1e-5)  # but for the norm's eps
@@ -153,7 +153,7 @@ def test_a_centred_norm_keeps_its_gain_and_its_centring():
 def test_a_repeated_token_is_multiplied_by_the_weights_once():
     for distinct in (1, 5):
         weight, hidden = torch.randn(4, 8), torch.randn(1, distinct, 8).expand(1, 5, 8)
-        with FlopCounterMode(display=False) as counter, probe.FewTokens():
+        with FlopCounterMode(display=False) as counter, probing.FewTokens():
             result = nn.functional.linear(hidden, weight)
         assert counter.get_total_flops() == 2 * distinct * weight.numel()
         assert torch.allclose(result, hidden @ weight.T)
@@ -235,3 +235,200 @@ def test_factors_of_unusual_inputs_give_the_models_own_attention(name):
             assert factors.rotation is factors.on_inputs is None
             assert factors.maps.query_bias.shape[1] > 1, "one bias for each position"
     assert agrees(model)
+
+
+SIZES = {
+    "vocab_size": 99, "hidden_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 56, "moe_intermediate_size": 24, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12, "v_head_dim": 10, "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENTS = ("q_a_layernorm", "kv_a_layernorm")
+
+
+def deepseek(**changes):
+    return random_model(tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**SIZES | changes)))
+
+
+def attention_of(model):
+    return model.model.layers[0].self_attn
+
+
+@pytest.mark.parametrize("rank", [16, None], ids=["queries of a latent", "queries of the inputs"])
+def test_matrices_of_both_forms_are_products_of_the_parameters(rank):
+    model = deepseek(q_lora_rank=rank)
+    module, (factors,) = attention_of(model), factors_of(model)
+    if rank is None:
+        query = module.q_proj.weight
+    else:
+        query = module.q_b_proj.weight @ torch.diag(module.q_a_layernorm.weight) @ module.q_a_proj.weight
+    down, shared = module.kv_a_proj_with_mqa.weight.split([16, 8])
+    key = module.kv_b_proj.weight.view(4, 22, 16)[:, :12] @ torch.diag(module.kv_a_layernorm.weight) @ down
+    query, (nope, rope) = query.view(4, 20, 40), factors.parts
+    assert factors.latent
+    assert factors.query_key.query.shape == nope.query.shape
+    close(dense(nope), factors.scale * query[:, :12].mT @ key, rtol=0, atol=1e-6)
+    # the two of a pair stand side by side or half the part apart, as the layer has it: M(0) is the same
+    close(dense(rope), factors.scale * query[:, 12:].mT @ shared, rtol=0, atol=1e-6)
+    assert nope.rotation is None
+    assert len(rope.rotation.pairs) == 4
+    assert agrees(model)
+
+
+def test_parts_are_weighed_by_the_keys_latent_and_their_sum_is_not_a_form():
+    model = deepseek()
+    module, (factors,) = attention_of(model), factors_of(model)
+    (nope, rope), x, y = (dense(part)[0] for part in factors.parts), random(1, 40), random(6, 40, seed=1)
+
+    def rms(latent, norm):
+        return (latent.square().mean(-1) + norm.variance_epsilon).sqrt()
+
+    lengths = rms(y @ module.kv_a_proj_with_mqa.weight[:16].T, module.kv_a_layernorm)
+    expected = ((x @ nope @ y.T) / lengths + x @ rope @ y.T)[0] / rms(module.q_a_proj(x), module.q_a_layernorm)
+    calls = []
+    still = torch.ones(1, 2, 8, dtype=torch.float64), torch.zeros(1, 2, 8, dtype=torch.float64)
+    with hooks.answer_calls(model, lambda call: calls.append(call) or call.value.transpose(1, 2)):
+        for token in y:
+            module(torch.stack((x[0], token))[None], position_embeddings=still, attention_mask=None)
+    scores = torch.stack([call.scale * call.query[0, 0, 0] @ call.key[0, 0, 1] for call in calls])
+    close(scores, expected, rtol=1e-6, atol=1e-6)
+    ratio = scores / (x @ (nope + rope) @ y.T)[0]
+    assert (ratio / ratio[0] - 1).abs().max() > 0.05, "control: not a positive multiple of one form"
+
+
+def enlarged(model):
+    """The model with queries and keys 60 times as large, gains and biases neither 1 nor 0."""
+    draw = torch.Generator().manual_seed(1)
+    for name, part in model.eval().requires_grad_(False).named_parameters():
+        if model_types.SHARP.search(name) and part.ndim == 2:
+            part.mul_(60)
+        elif part.ndim == 1:
+            part.add_(0.3 * torch.randn(part.shape, generator=draw))
+    return model
+
+
+def match(probe, reader=probing.match_weights):
+    with probing.linear(probing.norms_inside(probe.target.module)):
+        return reader(probe)
+
+
+def distance(probe, maps):
+    """The largest relative difference of W_Q, W_K and biases from the Jacobian's."""
+    expected = match(probe, lambda probe: query_key_maps._differentiate(probe, None))
+    parts = ("query", "key", "query_bias", "key_bias")
+    pairs = [(getattr(maps, part), getattr(expected, part)) for part in parts]
+    assert all(ours.shape == theirs.shape for ours, theirs in pairs)
+    return max(float((ours - theirs).norm() / theirs.norm().clamp(min=1e-300)) for ours, theirs in pairs)
+
+
+CASES = ["deepseek_v3", "kimi_k25", "kimi_linear", "minicpm3", "longcat_flash", "youtu"]
+CASES += [{}, {"attention_bias": True}, {"q_lora_rank": None}]
+"""A latent of queries and keys, of keys alone, with scales behind them, with biases and with gains of 0."""
+PLAIN = ("bert", "gpt2", "gpt_neox", "phi3", "llama", "opt", "bart", "whisper", "qwen3", "ctrl", "granite")
+"""Linear, Conv1D, interleaved, fused, grouped, scaled, with biases, with a gain after the product, three inputs."""
+
+
+@pytest.mark.parametrize("case", [*CASES, *PLAIN], ids=str)
+def test_matched_rows_and_products_of_weights_are_the_jacobian(case):
+    if case in PLAIN:
+        model = model_types.build(case)
+    elif isinstance(case, str):
+        model = enlarged(model_types.build(case))
+    else:
+        model = enlarged(deepseek(**case))
+        attention_of(model).kv_a_layernorm.weight[2:5] = 0
+    sites = probes(model)
+    assert sites
+    for probe in sites:
+        assert distance(probe, match(probe)) <= 1e-12
+        with torch.no_grad():
+            spoilt = {key: part + 1e-6 * part.roll(1, 0) for key, part in probe.weights.items()}
+        assert distance(probe, match(replace(probe, weights=spoilt))) > 1e-9, "control"
+        with pytest.raises(ZeroDivisionError), probing._record_inner_inputs(probe.target.module):
+            raise ZeroDivisionError
+        assert not any(part._forward_pre_hooks for part in probe.target.module.modules()), "hooks are removed"
+
+
+def test_a_report_names_the_nope_part_of_latent_attention_alone():
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")}
+    plain = random_model(tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_attention_heads=4)))
+    for model, is_latent in ((deepseek(), True), (plain, False)):
+        report = attnlens.inspect(loaded(model), source="weights", length=7)
+        assert report.coverage.complete
+        assert any("nope" in note for note in report.model.conventions.notes) == is_latent
+
+
+@pytest.mark.parametrize("latent", LATENTS)
+@pytest.mark.parametrize("kind", ["norm with a bias", "SiLU"])
+def test_a_nonlinear_step_between_the_matrices_is_not_read(kind, latent):
+    model = deepseek()
+    norm = getattr(attention_of(model), latent)
+    biased = random_model(torch.nn.LayerNorm(len(norm.weight)))
+    step = biased if kind == "norm with a bias" else torch.nn.Sequential(norm, torch.nn.SiLU())
+    setattr(attention_of(model), latent, step)
+    assert match(probes(model)[0]) is None
+    (error,) = weights.factors(model, *(hooks.survey(model, random_inputs(model, tokens)) for tokens in (1, 7)))
+    assert isinstance(error, NotBilinearError)
+
+
+@pytest.mark.parametrize("latent", LATENTS)
+def test_a_gain_that_is_left_out_is_refused(latent, monkeypatch):
+    (probe,) = probes(deepseek(kv_lora_rank=12))
+    assert match(probe) is not None
+    gain, original = getattr(probe.target.module, latent).weight, probing._record_inner_inputs
+
+    @contextmanager
+    def without(module):
+        with original(module) as inputs:
+            yield inputs
+            inputs[:] = [part / gain if part.shape[-1] == len(gain) else part for part in inputs]
+
+    monkeypatch.setattr(probing, "_record_inner_inputs", without)
+    assert match(probe) is None
+
+
+def bart():
+    sizes = {"d_model": 32, "vocab_size": 50, "encoder_layers": 1, "decoder_layers": 2, "max_position_embeddings": 16}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40}
+    torch.manual_seed(0)
+    return tf.BartModel(tf.BartConfig(**sizes, **heads)).eval()
+
+
+def test_a_layer_with_two_attention_modules_is_read_once():
+    model = bart()
+    token = torch.tensor([[5]])
+    with torch.no_grad():
+        sites = hooks.survey(model, {"input_ids": token, "decoder_input_ids": token})
+    block = "decoder.layers.1"
+    first, second = [site for site in sites if site.site.path.startswith(block)]
+    layers = [
+        weights.read_layer(model, first, weights.locate_roles(model, first), others=[second.site.path]),
+        weights.read_layer(model, second, weights.locate_roles(model, second), rest=False, others=[first.site.path]),
+    ]
+    both = dict(model.get_submodule(block).named_parameters())
+    assert sum(part.numel() for layer in layers for part in layer.parts.values()) == sum(
+        part.numel() for part in both.values()
+    )
+    heads = {f"{role}.weight" for role in ("query", "key", "value", "output")}
+    assert all(heads <= layer.parts.keys() for layer in layers)
+    assert "fc1.weight" in layers[0].parts
+    assert "fc1.weight" in layers[0].headless
+    assert layers[1].parts.keys() - heads == {"query.bias", "key.bias", "value.bias", "encoder_attn.out_proj.bias"}
+    assert layers[1].headless == {"encoder_attn.out_proj.bias"}
+    whole = weights.read_layer(model, first, weights.locate_roles(model, first))  # the control
+    assert "encoder_attn.q_proj.weight" in whole.parts
+
+
+def test_the_output_nearest_to_a_module_is_its_own():
+    """BERT's output projections are beside its attention modules, that of cross-attention after that of the first."""
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = tf.BertConfig(**sizes, vocab_size=50, is_decoder=True, add_cross_attention=True)
+    torch.manual_seed(0)
+    model = tf.BertModel(config).eval()
+    with torch.no_grad():
+        states = torch.randn(1, 1, 32)
+        sites = hooks.survey(model, {"input_ids": torch.tensor([[5]]), "encoder_hidden_states": states})
+    for site, name in zip(sites, ("attention", "crossattention"), strict=True):
+        others = [other.site.path for other in sites if other is not site]
+        layer = weights.read_layer(model, site, weights.locate_roles(model, site), others=others)
+        expected = model.get_parameter(f"encoder.layer.0.{name}.output.dense.weight")
+        assert torch.equal(layer.parts["output.weight"].flatten(0, 1), expected.T)

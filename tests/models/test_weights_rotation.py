@@ -3,15 +3,12 @@
 import copy
 
 import families
-import loaded
-import model_types
 import pytest
 import torch
 import transformers as tf
-from factors import ROTARY, check_heads, factors_of, read
+from factors import ROTARY, read
 from heads import query_key, random, rotary, stacked, turns
 
-import attnlens
 from attnlens.analyzers.registry import select_analyzers
 from attnlens.analyzers.symmetry import measure_weights
 from attnlens.errors import UnreadableError
@@ -109,17 +106,6 @@ def test_angles_of_places_are_distinguished_from_those_of_distances():
     assert "weights.symmetry_by_distance" not in measure_weights(heads)
 
 
-def test_planted_heads_under_places_have_definiteness_one_and_minus_one():
-    model = model_types.build("dinov3_vit").eval().double().requires_grad_(False)
-    for part in (module for module in model.modules() if hasattr(module, "k_proj")):
-        query, key = (map_.weight.view(part.num_heads, -1, map_.in_features) for map_ in (part.q_proj, part.k_proj))
-        query[0], query[1] = key[0], -key[1]
-    for factors in factors_of(model):
-        definiteness = measure_weights(factors.query_key)["weights.definiteness"]
-        assert definiteness[:2].tolist() == pytest.approx([1, -1], abs=1e-6)
-        assert definiteness[2:].abs().max() < 0.9, "control: random heads"
-
-
 def gemma(dead=(), layers=(0,), model=None):
     """A tiny Gemma 3 whose QK-norms have gain 0 (weight −1) at these coordinates of these layers."""
     model = families.build("gemma3") if model is None else model
@@ -156,20 +142,6 @@ def test_gains_of_zero_cost_no_head_and_no_angle_but_without_signal_there_is_no_
     first, second = read(model, "gpt_neox")
     assert (first.rotation, bool(first.maps.query.norm() > 0)) == (None, True)
     assert second.rotation is not None
-
-
-@pytest.mark.parametrize(("query_heads", "key_heads"), [((0, 1), (0,)), (range(6), (0, 1))])
-def test_heads_that_share_a_dead_pair_are_read(query_heads, key_heads):
-    model = families.build("llama")
-    module = model.model.layers[0].self_attn
-    for projection, heads in ((module.q_proj, query_heads), (module.k_proj, key_heads)):
-        for row in (10 * head + coordinate for head in heads for coordinate in (1, 6)):
-            projection.weight[row] = projection.bias[row] = 0
-    factors, untouched = read(model, "llama")
-    lost = len(query_heads) == 6  # no head has a signal there, so that there is no angle
-    assert [1, 6] in untouched.rotation.pairs.tolist()
-    assert ([1, 6] in factors.rotation.pairs.tolist()) != lost
-    assert_singular_values_of_the_joint_kernel(factors.query_key)
 
 
 def test_gains_behind_the_rotation_are_not_a_rotation():
@@ -218,14 +190,6 @@ def test_a_layer_reads_the_same_alone_and_among_all():
         (alone,) = weights.factors(model, [first[layer]], [window[layer]])
         assert torch.equal(alone.maps.query, among[layer].maps.query)
         assert_same_turns(alone.rotation, among[layer].rotation)
-    model = loaded.loaded(gemma((1, 6)))
-    everything = attnlens.inspect(model, source="weights", length=8)
-    assert everything.coverage.complete
-    for layer in (0, 1):
-        alone = attnlens.inspect(model, source="weights", length=8, layers=[layer])
-        expected = [head for head in everything.heads if head.layer == layer]
-        assert len(alone.heads) == len(expected) == 6
-        check_heads(alone.heads, expected, 1e-8, 1e-9)
 
 
 def halved(name, dtype):

@@ -3,7 +3,6 @@
 `build(name)` makes a model, `inputs(name, model)` its inputs. Sizes are chosen so that nothing coincides by accident:
 six query heads on two key heads in families with groups (head h // 3, never h % 2), head_dim 10 beside d_model 40 or
 48, biases and norms that are not trivial, a sliding window and a softcap that bite.
-`tests/models/test_families.py` tests these properties.
 """
 
 from __future__ import annotations

@@ -136,10 +136,7 @@ METHODS = {
 SYMMETRIC = {"quant_method": "gptq", "sym": True} | FOUR
 VARIANTS = {
     **{f"zeros stored as {zero}": (partial(symmetric, zero=zero), SYMMETRIC) for zero in (7, 8)},
-    **{
-        f"blocks of {side}": (partial(BLOCKS, height=side, width=side), {"quant_method": "fp8"})
-        for side in (48, 64, 128)
-    },
+    **{f"blocks of {n}": (partial(BLOCKS, height=n, width=n), {"quant_method": "fp8"}) for n in (64, 128)},
 }
 """Codes that only some settings describe."""
 

@@ -120,8 +120,12 @@ def load(
     place_on = placement.choose_device(device)
     place = find(_name_of(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
     place = replace(place, trusts_code=trust_remote_code)
-    if not swapped:
-        _refuse_swapped(place)
+    if not swapped and SWAPPED in names_in(place.folder):
+        problem = f"{place.folder} contains a model saved with another kernel, which a plain load would ignore."
+        raise ModelError(problem, "Load the model with attnlens.load_swapped in Python.")
+    if not swapped and "attnlens_primal" in place.config:
+        problem = f"{place.id} has Primal-Attention layers, which compute no attention matrix to analyse."
+        raise ModelError(problem, "Choose another model, or build this one with attnlens.lab.primal.build to run it.")
     if from_files and adapter is not None:
         problem = "--device files (from_files=True) never loads the whole model, so no adapter can be merged."
         raise ModelError(problem, "Merge the adapter into the model, save the merged model, and load it.")
@@ -252,15 +256,6 @@ def _note_untied(model: PreTrainedModel) -> list[str]:
         return []
     problem = f"{name}.weight differs from the embedding, to which config.json ties it (tie_word_embeddings)"
     return [f"{problem}: the matrix in the files was used."]
-
-
-def _refuse_swapped(place: Location) -> None:
-    if SWAPPED in names_in(place.folder):
-        problem = f"{place.folder} contains a model saved with another kernel, which a plain load would ignore."
-        raise ModelError(problem, "Load the model with attnlens.load_swapped in Python.")
-    if "attnlens_primal" in place.config:
-        problem = f"{place.id} has Primal-Attention layers, which compute no attention matrix to analyse."
-        raise ModelError(problem, "Choose another model, or build this one with attnlens.lab.primal.build to run it.")
 
 
 def _name_of(name: object) -> str:

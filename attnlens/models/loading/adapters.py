@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -75,10 +75,8 @@ def _select_files(names: Collection[str], where: str) -> list[str]:
     if ADAPTER_CONFIG not in names and CONFIG in names:
         raise ModelError(f"{shorten_text(where)} is a model, not an adapter.", "Give it as MODEL, without --adapter.")
     if ADAPTER_CONFIG not in names and (folders := locate.folders_below(names, where)):
-        problem = (
-            f"{shorten_text(where)} has no {ADAPTER_CONFIG}, but at least one folder inside it contains an adapter."
-        )
-        raise ModelError(problem, f"Name such a folder, e.g. {shorten_text(f'{where}/{folders[-1]}')}.")
+        problem = f"{shorten_text(where)} has no {ADAPTER_CONFIG}, but at least one folder inside it contains an "
+        raise ModelError(f"{problem}adapter.", f"Name such a folder, e.g. {shorten_text(f'{where}/{folders[-1]}')}.")
     if missing := [name for name in (ADAPTER_CONFIG, TENSORS) if name not in names]:
         pickled = " (a pickled adapter, which can run code when opened, is not read)" * (PICKLE in names)
         raise ModelError(f"{shorten_text(where)} has no {missing[0]}{pickled}.", SAY_FOLDER)
@@ -145,7 +143,12 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
         config = _build_config(settings, settings_file, model, modules, say_base)
         _check_shared(model, {*whole, *(f"{path}.weight" for path in modules)})
         if settings.get("bias", "none") != "none":
-            _refuse_lost_biases(settings_file, model, modules, whole)
+            biases = {
+                f"{path}.bias" for path in modules if getattr(model.get_submodule(path), "bias", None) is not None
+            }
+            if lost := sorted(biases - whole):
+                problem = f"{settings_file} declares trained biases, but the adapter lacks {format_names(lost)}."
+                raise ModelError(problem, SAY_AGAIN)
         parameters = {name: model.get_parameter(name) for name in whole}
         originals = {name: parameter.data for name, parameter in parameters.items()}
 
@@ -180,16 +183,6 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
             files=[File(name=file.name, sha256=sha256(file)) for file in (settings_file, tensors_file)],
         )
         return Adapted(info, layers, originals, unplaced)
-
-
-def _refuse_lost_biases(
-    settings_file: Path, model: PreTrainedModel, modules: Iterable[str], present: Collection[str]
-) -> None:
-    """Raise ModelError if a bias of an adapted module, trained according to the settings, is not in `present`."""
-    biases = {f"{path}.bias" for path in modules if getattr(model.get_submodule(path), "bias", None) is not None}
-    if lost := sorted(biases.difference(present)):
-        problem = f"{settings_file} declares trained biases, but the adapter lacks {format_names(lost)}."
-        raise ModelError(problem, SAY_AGAIN)
 
 
 def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
@@ -285,10 +278,8 @@ def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: l
 
     paths = [path for path, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D | nn.Embedding)]
     if lacking := sorted(set(modules) - set(paths)):
-        problem = (
-            f"The adapter in {file.parent} changes {format_names(lacking)}, not found among this model's linear layers"
-        )
-        raise ModelError(f"{problem} and embeddings. It was trained on a different base model.", say_base)
+        problem = f"The adapter in {file.parent} changes {format_names(lacking)}, not found among this model's linear "
+        raise ModelError(f"{problem}layers and embeddings. It was trained on a different base model.", say_base)
     values = {name: value for name, value in settings.items() if name in {*NAMING, *APPLIED, "modules_to_save"}}
     if values.get("target_modules", "all-linear") == "all-linear":
         values["target_modules"] = modules
@@ -331,9 +322,8 @@ def _check_tensors(
             elif {size for _, size in differing} == {vocabulary}:
                 cause = "the adapter was trained with a resized vocabulary"
                 length = max(length for length, _ in differing)
-                remedy = (
-                    f"Call resize_token_embeddings({length}) on MODEL, save it, and give that folder. Or: {SAY_MERGE}"
-                )
+                call = f"resize_token_embeddings({length})"
+                remedy = f"Call {call} on MODEL, save it, and give that folder. Or: {SAY_MERGE}"
             else:
                 cause = "the adapter was trained on another base model"
                 remedy = f"{say_base} If MODEL already is that model, download the adapter again."

@@ -10,10 +10,9 @@ from functools import cache, partial
 from importlib import import_module
 from logging import CRITICAL, getLogger
 from math import prod
-from pathlib import Path
 from threading import get_ident
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import Mock, patch
 
 import numpy
@@ -23,7 +22,7 @@ from attnlens.files import format_value, shorten_text
 from attnlens.models.loading import configs
 from attnlens.models.loading.gguf import ATTENTION_NAMES, SAY_SAFETENSORS, GgufFiles, Settings
 from attnlens.models.loading.gguf import read_header as read_gguf_header
-from attnlens.models.loading.locate import Location, Storage, check_entries, foreign, names_in, readable
+from attnlens.models.loading.locate import Location, check_entries, foreign, names_in, readable
 from attnlens.models.loading.stored import LocalFile, Stored, count_numbers, format_names, read_header, read_pickle
 
 if TYPE_CHECKING:
@@ -101,19 +100,14 @@ def check_loaded(
         candidates = [*[plain] * (plain != name), *(".".join(parts[i:]) for i in range(1, len(parts)) if is_empty)]
         for candidate in candidates:
             if not missing.isdisjoint(names_in_model(candidate, model.base_model_prefix)):
-                _refuse_added(where, name, candidate)
+                match = WRAPPER.search(name)
+                added = match[0] if match and not name.endswith(candidate) else name.removesuffix(candidate)
+                problem = f"{where} contains {shorten_text(name)}, which the model calls {shorten_text(candidate)}."
+                wrappers = "torch.compile, DataParallel, FSDP, PEFT or Lightning add it when they wrap a model"
+                raise ModelError(problem, f"Remove {shorten_text(added)} from the tensors' names; {wrappers}.")
     if is_empty:
         problem = f"None of the weights in {place.file} belongs to the class {type(model).__name__}: the file contains"
         raise ModelError(f"{problem} {format_names(sorted(stored))}.", "Use the config.json of these weights.")
-
-
-def _refuse_added(where: Path, name: str, plain: str) -> NoReturn:
-    """Raise ModelError for the tensor `name`, which is `plain` with a wrapper's prefix or infix."""
-    match = WRAPPER.search(name)
-    added = match[0] if match and not name.endswith(plain) else name.removesuffix(plain)
-    problem = f"{where} contains {shorten_text(name)}, which the model calls {shorten_text(plain)}."
-    wrappers = "torch.compile, DataParallel, FSDP, PEFT or Lightning add it when they wrap a model"
-    raise ModelError(problem, f"Remove {shorten_text(added)} from the tensors' names; {wrappers}.")
 
 
 def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
@@ -159,15 +153,13 @@ SAY_ONCE = "Save the model again with each tensor stored once."
 
 def list_tensors(place: Location) -> dict[str, Stored]:
     """Return {name: Stored} for all tensors of the weight files. Raises ModelError if a file is invalid."""
-    readers: dict[Storage, Callable[[Path], dict[str, Stored]]] = {
-        "safetensors": lambda file: read_header(LocalFile(file))[0],
-        "pickle": read_pickle,
-        "gguf": lambda file: {entry.name: Stored(entry.shape, "F32") for entry in read_gguf_header(file).tensors},
-    }
     tensors: dict[str, Stored] = {}
     for file in place.weights:
         with readable(file):
-            content = readers[place.form](file)
+            if place.gguf:
+                content = {entry.name: Stored(entry.shape, "F32") for entry in read_gguf_header(file).tensors}
+            else:
+                content = read_pickle(file) if place.form == "pickle" else read_header(LocalFile(file))[0]
         if twice := sorted(tensors.keys() & content.keys()):  # transformers takes the last, regardless of the index
             raise ModelError(f"{file} and another weight file both contain {format_names(twice)}.", SAY_ONCE)
         tensors |= content

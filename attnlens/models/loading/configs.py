@@ -186,10 +186,8 @@ def check_config(place: Location) -> None:
         require(is_valid, name, value, f"which must be {words}")
     if pruned := config.get("pruned_heads"):
         problem = f"{place.folder / CONFIG} sets pruned_heads = {format_value(pruned)}: heads were removed"
-        remedy = (
-            "Load the model with transformers 4, fill the removed heads with zeros, and save it without pruned_heads."
-        )
-        raise ModelError(f"{problem}, which transformers 5 does not support.", remedy)
+        remedy = "Load the model with transformers 4, fill the removed heads with zeros, and save it without "
+        raise ModelError(f"{problem}, which transformers 5 does not support.", f"{remedy}pruned_heads.")
     for path, value in fields(config):
         owner, _, name = path.rpartition(".")
         if name in DTYPES and isinstance(value, str):

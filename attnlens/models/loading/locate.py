@@ -348,11 +348,6 @@ FORMATS = (  # Weights that attnlens does not read: patterns of file names, desc
 )
 
 
-def _is_shard(name: str) -> bool:
-    match = SHARD.search(name)
-    return match is not None and match[2] == "safetensors"
-
-
 def say_merge(first: str) -> str:
     """Return the remedy for a split GGUF model: the command that merges its parts, given the name of any part."""
     first = re.sub(r"-\d{5}-of-", "-00001-of-", first)
@@ -390,7 +385,9 @@ class Location:
         unread = sorted(
             name
             for name in names_in(self.folder) - read
-            if name in (SINGLE, SHARDED, *PICKLES) or _is_gguf(name) or (self.file == SHARDED and _is_shard(name))
+            if name in (SINGLE, SHARDED, *PICKLES)
+            or _is_gguf(name)
+            or (self.file == SHARDED and name.endswith(SUFFIXES["safetensors"]) and SHARD.search(name))
         )
         others = f"other weights in this folder were not read: {', '.join(unread)}"
         return [f"The weights were read from {shorten_text(str(self.folder / self.file))}; {others}."] if unread else []

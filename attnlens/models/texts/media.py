@@ -227,10 +227,8 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
     from transformers import AutoFeatureExtractor, AutoImageProcessor
 
     place = str(folder or model.name_or_path)
-    name, remedy = (
-        place or type(model).__name__,
-        f"Correct the processor's settings, or leave out the {modality} files.",
-    )
+    name = place or type(model).__name__
+    remedy = f"Correct the processor's settings, or leave out the {modality} files."
     class_ = AutoImageProcessor if modality == "image" else AutoFeatureExtractor
     load: Callable[..., Processor] = class_.from_pretrained
     revision = getattr(model.config, "_commit_hash", None)  # private: the commit from which the model was loaded

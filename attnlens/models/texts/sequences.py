@@ -59,9 +59,8 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
     elif not HUB_NAME.fullmatch(place):
         raise TextError(f"{place} is neither a local folder nor the name of a dataset on the hub.", SAY_NAME)
     elif offline or (not is_offline_mode() and not reachable(constants.ENDPOINT)):
-        why, remedy = "the hub can't be reached", "Connect to the network"
-        if offline:
-            why, remedy = "--offline is set", "Leave out --offline"
+        why = "--offline is set" if offline else "the hub can't be reached"
+        remedy = "Leave out --offline" if offline else "Connect to the network"
         raise TextError(f"{place} is not a local folder, and {why}.", f"{remedy}, or name a folder of data files.")
     split, text = rows.split or "test", ""
     try:
@@ -87,7 +86,6 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
     return Content(text[:most], name if len(text) < most else f"{name} (the first {most:,} characters)")
 
 
-VOCABULARY = "tokenizer.json"  # File of a tokenizer's vocabulary
 SAMPLES = Path(__file__).parent.parent / "samples"
 SAMPLE_NAMES = {
     DEMO / "text.txt": "King James passages",
@@ -99,8 +97,6 @@ LARGEST_FILE = 2**30  # maximum size of a text in bytes
 LONGEST, BLOCKS = 2**23, 64
 """Maximum length of a text in characters, and number of blocks of a longer text that `thin_text` keeps if `spread`."""
 SAY_TEXT = "Give a plain text file in UTF-8."
-JSON_LINES = (".jsonl", ".ndjson")  # suffixes of JSON lines
-TEXT_FIELDS = "text", "content"  # fields of JSON rows that are read as text
 
 
 class Row(NamedTuple):
@@ -122,7 +118,7 @@ class Content:
 
 
 def read(path: str, *, offline: bool = False) -> Content:
-    """Read a file, standard input (`-`) or rows of a dataset (`datasets:NAME`); of JSON rows, read one field.
+    """Read a file, standard input (`-`) or rows of a dataset (`datasets:NAME`); of JSON rows, the text or content.
 
     Raises TextError if the text can't be read, and UsageError if the package `datasets` is needed but not installed.
     """
@@ -130,19 +126,19 @@ def read(path: str, *, offline: bool = False) -> Content:
         return read_rows(rows, most=LONGEST, offline=offline)
     text, name = _read_text(path, path), "stdin" if path == "-" else Path(path).name
     objects = _json_rows(text)
-    if objects is None and Path(path).suffix in JSON_LINES:
-        raise TextError(f"{name} is not JSON lines: not every line is a JSON object.", SAY_TEXT)
-    for field_name in TEXT_FIELDS if objects else ():
-        values = [value for row in objects or () if isinstance(value := row.get(field_name), str)]
-        if len(values) == len(objects or ()):
+    if objects is None:
+        if Path(path).suffix in (".jsonl", ".ndjson"):
+            raise TextError(f"{name} is not JSON lines: not every line is a JSON object.", SAY_TEXT)
+        return Content(text, name)
+    for field_name in ("text", "content"):
+        values = [value for row in objects if isinstance(value := row.get(field_name), str)]
+        if len(values) == len(objects):
             return Content("".join(value.rstrip("\n") + "\n" for value in values), f"{name} (field {field_name})")
-    if objects:
-        fields = join_items(dict.fromkeys(field_name for row in objects for field_name in row))
-        names = " nor ".join(f"`{field_name}`" for field_name in TEXT_FIELDS)
-        problem = f"{name} is JSON, but neither {names} contains a string in every row; its fields are: {fields}."
-        remedy = f"Rename the field that contains the text to `{TEXT_FIELDS[0]}`, or give a plain text file."
-        raise TextError(problem, remedy)
-    return Content(text, name)
+    fields = join_items(dict.fromkeys(field_name for row in objects for field_name in row))
+    problem = (
+        f"{name} is JSON, but neither `text` nor `content` contains a string in every row; its fields are: {fields}."
+    )
+    raise TextError(problem, "Rename the field that contains the text to `text`, or give a plain text file.")
 
 
 def _json_rows(text: str) -> list[dict[str, object]] | None:
@@ -185,7 +181,7 @@ def _reads_like_demo(folder: Path) -> bool:
     try:
         if folder.resolve().is_relative_to(DEMO):
             return True
-        vocabularies = [json.loads((each / VOCABULARY).read_bytes())["model"]["vocab"] for each in (folder, DEMO)]
+        vocabularies = [json.loads((each / "tokenizer.json").read_bytes())["model"]["vocab"] for each in (folder, DEMO)]
     except (OSError, ValueError, LookupError, TypeError):  # no folder, or no tokenizer of this kind
         return False
     return bool(vocabularies[0] == vocabularies[1])

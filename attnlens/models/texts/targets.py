@@ -170,10 +170,8 @@ def _mask_tokens(
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     draws = torch.full(ids.shape, 2.0)  # padding and special tokens keep 2, which is never masked
     lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()
-    for row, length in zip(draws, lengths, strict=True):
-        row[:length] = torch.rand(
-            length, generator=generator
-        )  # one draw per sequence, so that batch size has no effect
+    for row, length in zip(draws, lengths, strict=True):  # one draw per sequence, so that batch size has no effect
+        row[:length] = torch.rand(length, generator=generator)
     special = torch.isin(ids, torch.tensor(loaded.tokenizer.all_special_ids, device=ids.device))
     draws = draws.to(ids.device).masked_fill(special, 2.0)
     masked = draws < MASKED_SHARE

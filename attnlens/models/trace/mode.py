@@ -93,7 +93,7 @@ def _centre(scores: Tensor, visible: Tensor) -> Tensor:
 
 
 Tokens = tuple[int, ...] | None
-"""Shape of a module's first floating-point input without its last axis; None if there is no such input."""
+"""Shape of a module's first floating-point input without its last axis; None if the module gets none."""
 
 
 @dataclass(frozen=True)
@@ -300,13 +300,14 @@ class _Tracer(TorchFunctionMode):
             result = self._answer_fused(call)
         else:
             pair = operands(call)
+            if pair is None:
+                return self.known.run(call)
             # a weight offloaded to disk has a different address in every pass, but is still a Parameter
             constant = any(
-                isinstance(part, nn.Parameter) or part.untyped_storage().data_ptr() in self.constants
-                for part in pair or ()
+                isinstance(part, nn.Parameter) or part.untyped_storage().data_ptr() in self.constants for part in pair
             )
-            weights = next((part for part in pair or () if part in self.known.weights), None)
-            if pair is None or (constant and weights is None and function is torch.einsum):  # the einsum can mix heads
+            weights = next((part for part in pair if part in self.known.weights), None)
+            if constant and weights is None and function is torch.einsum:  # the einsum can mix heads
                 return self.known.run(call)
             if function is torch.einsum and not constant:
                 with self:
@@ -382,7 +383,7 @@ class _Tracer(TorchFunctionMode):
     ) -> Tensor:
         """Return the result of `answer` for the innermost module of `owners`.
 
-        Return `original()` if `prove`, if there is no such module, or if its attention is unreadable or not traced.
+        Return `original()` if `prove`, if `owners` is empty, or if the module's attention is unreadable or not traced.
         Raises ModelError if the module is in `modules` and its attention is unreadable.
         """
         owner, tokens = owners[-1] if owners else (None, None)

@@ -134,11 +134,7 @@ def _permute(tensor: Tensor, axes: str, order: str) -> Tensor:
 
 @dataclass(eq=False)
 class TracedScores:
-    """A product of queries and keys that is traced to a softmax.
-
-    All steps also run on stand-ins (other values of the product). They show how the softmax's argument depends on the
-    product.
-    """
+    """A product of queries and keys that is traced to a softmax, together with its stand-ins."""
 
     product: Product
     content: bool  # True if both sides depend on the model's inputs

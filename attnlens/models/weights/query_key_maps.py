@@ -486,7 +486,7 @@ def _first_tokens(probe: Probe, maps: Maps) -> Sides:
 def _find_groups(sides: Sides) -> Groups | None:
     """Find one or two groups of coordinates in which the actual vectors are positive multiples of the expected ones.
 
-    Return None if there are no such groups.
+    Return None if neither one group nor two fit.
     """
     actual, expected = (part.flatten(0, 1) for part in sides[1])
     all_coordinates = (torch.arange(actual.shape[-1]),)

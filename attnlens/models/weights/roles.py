@@ -29,7 +29,7 @@ from attnlens.models.weights.probe import (
     smallest,
 )
 from attnlens.models.weights.query_key_maps import Factors
-from attnlens.records import Call, Rotation
+from attnlens.records import Call
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -63,8 +63,8 @@ def locate_roles(model: PreTrainedModel, single: SiteCall) -> Roles | None:
     Random weights have no equal rows, so every match is unique.
     """
     generator = torch.Generator().manual_seed(0)
-    weights = float64_weights(single.module)
-    for name, parameter in single.module.named_parameters():
+    weights, parameters = float64_weights(single.module), dict(single.module.named_parameters())
+    for name, parameter in parameters.items():
         draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
         if parameter.is_floating_point():
             weights[name] = draw if parameter.dim() > 1 else torch.zeros_like(draw)
@@ -78,11 +78,7 @@ def locate_roles(model: PreTrainedModel, single: SiteCall) -> Roles | None:
         draws = [probe.random(DRAWS, seed=8 + number) for number in range(1 if probe.batch is None else DRAWS)]
         with linear(units):
             calls = [probe(*inputs) for inputs in draws]
-        candidates = {
-            name: part
-            for name, part in weights.items()
-            if name in dict(single.module.named_parameters()) and part.dim() == 2
-        }
+        candidates = {name: weights[name] for name, parameter in parameters.items() if parameter.dim() == 2}
         rows = {}
         for role, side in (("query", 0), ("key", 1), ("value", 1)):
             x = torch.cat([inputs[side] for inputs in draws])
@@ -186,7 +182,9 @@ def read_layer(
         used[name] = set()
     parts |= _read_others(parameters, used, offsets, -1 if any(rows.columns for rows in rows_by_role.values()) else 0)
     added |= {name: offsets[name] for name in parameters.keys() & offsets.keys() - used.keys()}
-    pairs = None if not isinstance(factors, Factors) else [] if factors.rotation is None else _pairs(factors.rotation)
+    pairs: list[tuple[int, int]] | None = None
+    if isinstance(factors, Factors):
+        pairs = [] if factors.rotation is None else [(a, b) for a, b in factors.rotation.pairs.tolist()]
     headless = {name for name in parts if name in parameters and not name.startswith(inside)}
     headless |= {_bias_of(output[0])} if output is not None else set()
     maps = [path for path, module in block.named_modules() if type(module).__name__ == "Conv1D"]
@@ -225,10 +223,6 @@ def _prefix_in_block(path: str) -> str:
     """Return the prefix, within the block, of the names of a module's tensors."""
     prefix = path.removeprefix(block_path(path)).lstrip(".")
     return f"{prefix}." if prefix else ""
-
-
-def _pairs(rotation: Rotation) -> list[tuple[int, int]]:
-    return [(int(first), int(second)) for first, second in rotation.pairs.tolist()]
 
 
 def _bias_of(name: str) -> str:
