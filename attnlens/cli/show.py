@@ -63,7 +63,7 @@ COUNTED = {
     "kernels": "kernels",
     "fit": "windows",
     "fit rank": "windows",
-    "budget": "windows read for the trials",
+    "budget": "calibration windows read",
     "generate": "models",
     "sweep": "swaps",
     "heal": "% of the training",
@@ -283,12 +283,12 @@ def _announce_long(report_progress: ReportProgress, options: Collection[str]) ->
 def _format_time_left(stage: str, seconds: Sequence[float], *, exact: bool = False) -> str:
     """Format a forecast: `about 6 minutes left`, or `0:05:48 left` if `exact`.
 
-    If the stage may end earlier, the longest estimate is printed: `at most about 6 minutes left`.
+    The longest estimate is printed for a stage that may end earlier.
     """
-    number, bound = (max(seconds), "at most ") if stage == BOUNDED else (seconds[0], "")
+    number = max(seconds) if stage == BOUNDED else seconds[0]
     if exact:
-        return f"{bound}{timedelta(seconds=round(number))} left"
-    return f"{bound}about {f'{number / 60:.0f} minutes' if number >= 120 else f'{number:.0f} seconds'} left"
+        return f"{timedelta(seconds=round(number))} left"
+    return f"about {f'{number / 60:.0f} minutes' if number >= 120 else f'{number:.0f} seconds'} left"
 
 
 def _find_stage(table: Mapping[str, V], stage: str) -> V | None:

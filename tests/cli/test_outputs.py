@@ -263,7 +263,7 @@ def test_progress_lines_name_what_is_counted(monkeypatch, capsys):
             clock[0] += 20
             tell(stage, 1, 4)
     assert capsys.readouterr().err.splitlines() == [
-        "budget: 1 of 4 windows read for the trials",
+        "budget: 1 of 4 calibration windows read",
         "linear, compare: 1 of 4 tokens",
         "rank, nuclear, d=10: 1 of 4 trials",
         "heal: 25 % of the training",
@@ -369,7 +369,7 @@ def forecasts(monkeypatch, capsys, reports, options=("windows", "layers", "gener
 
 def test_the_search_of_ranks_always_says_how_long_it_takes_at_most(monkeypatch, capsys):
     reports = [(0.3 * done, "budget", done, 100) for done in range(30)]
-    line = "budget: at most about 25 seconds left. Fewer --windows make it shorter."
+    line = "budget: about 25 seconds left. Fewer --windows make it shorter."
     assert forecasts(monkeypatch, capsys, reports) == [line]
 
 

@@ -385,7 +385,7 @@ def test_the_hardening_of_a_head_is_a_sentence() -> None:
     (finding,) = findings(experiment_report(hardening))
     assert finding.question == "Head 3.6: how hard does it select?"
     assert finding.answer == (
-        "The selected token gets 77.1 % of the weight (median over queries; 100 %: hard selection)."
+        "The selected token gets 77.1 % of the weight (median over the SVM's queries; 100 %: hard selection)."
     )
     assert finding.evidence == "With its SVM's scores, scaled to the head's norm: 100 %."
 

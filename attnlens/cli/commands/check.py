@@ -96,7 +96,7 @@ def check(context: typer.Context) -> None:
     if failed:
         total = format_count(len(judged.checks), "rule")
         problem = f"{len(failed)} of {total} failed: {join_items(failed, 3)}."
-        complain(problem, "The table, --json, --csv and --junit contain the measured values.")
+        complain(problem, "The table lists the heads that break each rule.")
         raise typer.Exit(FAILED)
 
 

@@ -174,7 +174,7 @@ def _row_step(
     subjects = [f"{'columns' if role == 'output' else 'rows'} of {name_parts([f'{role}.weight'])}" for role in by_role]
     subject = list_names(subjects) if roles != PERMUTED else f"rows of {names}"
     kind, _, scope = name.partition(" of ")
-    words, repair = NAMED.get(kind, ("in a different order within heads", None))
+    words, repair = NAMED.get(kind, ("in a different order within each head", None))
     whole = len(concerned) == len(first.parts["query.weight"])
     if not whole:  # the repair must not be applied to the other heads
         which = "this head" if len(concerned) == 1 else "each of these heads"

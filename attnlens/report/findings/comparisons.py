@@ -216,7 +216,7 @@ def _forms(comparison: Comparison, changes: Changes, name: Names) -> Iterator[st
     """Yield sentences on heads whose form M changed, on heads that changed although M did not, and notes on forms."""
     if changes.forms:
         heads = format_count(len(changes.forms), "head")
-        yield f"The query/key form M of {heads} changed: {_join_heads(changes.forms, name)}."
+        yield f"The query/key form M changed in {heads} ({_join_heads(changes.forms, name)})."
     if changes.local:
         heads = format_count(len(changes.local), "head")
         verb = "attends" if len(changes.local) == 1 else "attend"

@@ -280,7 +280,7 @@ def _medians(readings: Iterable[MeasureMap], shapes: Shapes) -> Iterator[Finding
             answer = join_items((f"{name} {count}" for name, count in names.most_common()), 5)
         else:
             low, high = (short(float(end(reading.present))) for end in (np.min, np.max))
-            answer = f"median {_middle(reading, shapes)}, from {low} to {high}, {_count(reading)}"
+            answer = f"Median {_middle(reading, shapes)}, from {low} to {high}, {_count(reading)}"
         yield Finding(question=f"{title_of(reading.name).capitalize()}?", answer=f"{answer}.", measures=[reading.name])
 
 

@@ -207,7 +207,8 @@ def _hardening_finding(experiment: Experiment) -> Finding:
     head, svm = (experiment.final.get(name) for name in (SOFT, SOFT_SVM))
     answer = "Unknown."
     if head is not None:
-        answer = f"The selected token gets {_weight(head)} of the weight (median over queries; 100 %: hard selection)."
+        scope = "median over the SVM's queries; 100 %: hard selection"
+        answer = f"The selected token gets {_weight(head)} of the weight ({scope})."
     evidence = "" if svm is None else f"With its SVM's scores, scaled to the head's norm: {_weight(svm)}."
     name = clean(experiment.name).partition(",")[0].capitalize()
     return Finding(question=f"{name}: how hard does it select?", answer=answer, evidence=evidence, measures=[])

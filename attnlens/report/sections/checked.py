@@ -60,9 +60,14 @@ def _format_breach(breach: Breach) -> str:
 
 
 def _format_found(check: Check) -> str:
-    """Format the value that the check compared or, if it compared heads individually, their median; `–` if unknown."""
+    """Format the value that the check compared. If it compared heads individually, format their worst or median value.
+
+    The median is that of passed rules and of rules against a baseline, whose median is shown beside it.
+    """
     if check.value is not None:
         return number(check.value)
+    if check.base is None and check.breaches and check.breaches[0].value is not None:
+        return f"worst {number(check.breaches[0].value)}"
     return NO_VALUE if check.median is None else f"median {number(check.median)}"
 
 

@@ -50,6 +50,9 @@ TERMS = {  # Term used on screens and in reports → explanation
     "of texts if there are at least five.",
     "significant": "Differs from chance, or from a threshold, after correction for the number of heads and measures "
     "(false-discovery rate, Benjamini & Hochberg 1995). --fdr sets the rate of `compare`.",
+    "p and q": "p is the probability of a difference at least this large if chance alone were at work. q is p "
+    "corrected for all heads and measures: the smallest false-discovery rate at which the difference counts as significant "
+    "(Benjamini & Hochberg 1995).",
     "windows": "Sequences of consecutive tokens that the model reads at once: --windows sets their number, --length "
     "their length, and --placement whether they are spread over the text or taken from its beginning.",
     "verified": "attnlens recomputes attention from queries and keys, runs the model with it, and states by how much "
@@ -98,7 +101,8 @@ TERMS = {  # Term used on screens and in reports → explanation
 TERM_SYNONYMS = {
     **dict.fromkeys(("chance", "nulls", "sd"), "null"),
     **dict.fromkeys(("se", "±", "error", "standard errors", "interval"), "standard error"),
-    **dict.fromkeys(("significance", "significantly", "q", "fdr", "p", "false-discovery rate"), "significant"),
+    **dict.fromkeys(("significance", "significantly", "fdr", "false-discovery rate"), "significant"),
+    **dict.fromkeys(("q", "p", "p-value", "q-value"), "p and q"),
     **dict.fromkeys(("sites", "layer"), "site"),
     "perplexity": "loss",
     "layer_symmetry": "layer symmetry",
