@@ -29,7 +29,6 @@ from attnlens.runs import checks
 from attnlens.runs.inspect import pipeline, sequences
 from attnlens.runs.inspect.inspection import scale_null
 from attnlens.runs.inspect.results import find_extremes
-from attnlens.runs.progress import Interrupted
 
 SMALL = {"windows": 4, "length": 32}
 TOKENS = {"source": "tokens", "analyzers": "spectrum", "length": 32}
@@ -403,20 +402,6 @@ def test_one_window_has_no_error_and_the_reason_is_shown(demo):
     assert (report.summary.median_errors, report.summary.reasons) == ({}, {"median_errors": reason})
     for text in (views.summary(report, 120), views.markdown(report), views.page(report)):
         assert "no errors: only one window was read" in unescape(" ".join(text.split()))
-
-
-def test_an_interrupted_run_reports_the_sequences_that_were_finished(demo):
-    def stop(stage, done, _total):
-        if stage == "tokens" and done >= 4:
-            raise KeyboardInterrupt
-
-    read = {"source": "tokens", "analyzers": ["spectrum"], "windows": 8, "batch_size": 2, "length": 16}
-    with pytest.raises(Interrupted) as stopped:
-        attnlens.inspect(demo, **read, progress=stop)
-    report = stopped.value.report
-    assert (report.settings.windows, report.heads[0].measures[ENTROPY].n) == (4, 4)
-    missing = "without 4 of 8 sequences, because the run was interrupted"
-    assert report.coverage.sentence == f"PARTIAL: 32 of 32 heads, {missing}"
 
 
 def test_heads_without_tokens_count_as_analysed_and_are_named(demo):

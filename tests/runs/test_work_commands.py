@@ -315,13 +315,6 @@ def test_a_run_may_end_and_clear_the_folder_in_the_middle_of_another(case, whole
     assert is_cleared(tmp_path)
 
 
-@pytest.mark.parametrize("case", ["sweep", "budget"], indirect=True)
-def test_the_program_keeps_the_pieces_of_an_interrupted_command(case, tmp_path):
-    with counted(*case.computing, most=2):
-        assert invoke(*case.words, "--work", tmp_path).returncode == 130
-    assert finished(tmp_path, case.pieces)
-
-
 @pytest.mark.parametrize("case", ["converge"], indirect=True)
 def test_the_program_computes_a_shard_of_checkpoints(case, tmp_path):
     done = invoke(*case.words, "--work", tmp_path, "--shard", "2/2")

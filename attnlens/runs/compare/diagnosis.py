@@ -6,7 +6,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -156,19 +156,15 @@ class Walk:
         for site, other in sites.items():
             if by_path[site.path][0] != other.layer:
                 continue  # several layers share this module, which was compared at the first of them
-            with ExitStack() as stack:
-                for side, place in zip(self.sides, (site, other), strict=True):
-                    stack.enter_context(tensors_in_memory(side, weights.block_path(place.path)))
-                factors = self._read_factors(0, site), self._read_factors(1, other)
+            path, pair = weights.block_path(site.path), (site_calls[site], others[other])
+            with self._read_blocks((site, other)) as (blocks, factors):
                 self.visit(site, factors)
-                causes = [(cause, list[float]()) for cause in compare_calls(site_calls[site], others[other])]
-                if have_same_heads(site_calls[site], others[other]):
+                causes = [(cause, list[float]()) for cause in compare_calls(*pair)]
+                if have_same_heads(*pair):
                     causes += [(cause, []) for cause in compare_rotations(*factors)]
-                blocks = [self._tensors_of(number, place) for number, place in enumerate((site, other))]
-                pair = site_calls[site], others[other]
-                causes += self._diagnose_site(pair, blocks, factors, in_block[weights.block_path(site.path)])
+                causes += self._diagnose_site(pair, blocks, factors, in_block[path])
                 for samples, block in zip(self.samples, blocks, strict=True):
-                    samples[weights.block_path(site.path)] = sample_matrices(block)
+                    samples[path] = sample_matrices(block)
                 self.causes += [
                     FoundCause(layer, cause, errors, site, _rounds_all_matrices(cause, causes, blocks))
                     for cause, errors in causes
@@ -191,16 +187,20 @@ class Walk:
             types=None if types[0] == types[1] else (types[0], types[1]),
         )
 
-    def _tensors_of(self, number: int, site: Site) -> dict[str, Tensor]:
-        """Return the tensors of the block that contains a site of model `number` (0 or 1)."""
-        return list_tensors(self.sides[number].weights_model.model.get_submodule(weights.block_path(site.path)))
-
-    def _read_factors(self, number: int, site: Site) -> SiteFactors:
-        """Return the factors of a site of model `number` (0 or 1), from the inspection if it has read them."""
-        side = self.sides[number]
-        if (known := (side.factors or {}).get(site)) is not None:
-            return known
-        return next(factors for factors, _ in side.read_factors([site]))
+    @contextmanager
+    def _read_blocks(
+        self, sites: tuple[Site, Site]
+    ) -> Iterator[tuple[list[dict[str, Tensor]], tuple[SiteFactors, SiteFactors]]]:
+        """Context manager: return the tensors of both sites' blocks, kept in memory, and both sites' factors."""
+        paths = [weights.block_path(site.path) for site in sites]
+        with tensors_in_memory(self.sides[0], paths[0]), tensors_in_memory(self.sides[1], paths[1]):
+            factors = [
+                (side.factors or {}).get(site) or next(side.read_factors([site]))[0]
+                for side, site in zip(self.sides, sites, strict=True)
+            ]
+            models = [side.weights_model.model for side in self.sides]
+            blocks = [list_tensors(model.get_submodule(path)) for model, path in zip(models, paths, strict=True)]
+            yield blocks, (factors[0], factors[1])
 
     def _diagnose_site(
         self,
@@ -287,14 +287,10 @@ class Walk:
             if site is None or source is None:
                 continue
             pair = source, sites[site]
-            with ExitStack() as stack:
-                for side, place in zip(self.sides, pair, strict=True):
-                    stack.enter_context(tensors_in_memory(side, weights.block_path(place.path)))
-                factors = self._read_factors(0, pair[0]), self._read_factors(1, pair[1])
+            with self._read_blocks(pair) as (blocks, factors):
                 layers = self._read_layers(pair, factors, in_block[weights.block_path(source.path)])
                 if layers is None or not layers[0].parts.keys() >= names:
                     continue
-                blocks = [self._tensors_of(number, place) for number, place in enumerate(pair)]
                 others = {name: part for name, part in layers[1].parts.items() if name not in names}
                 first, second = (add_spacing(layer) for layer in (layers[0].with_parts(others), layers[1]))
                 causes = [*diagnose_layers(first, second)]
