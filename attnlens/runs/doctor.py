@@ -198,23 +198,18 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
     sound = identity <= TOLERANCE or any(check.rounding is not None for check in results)
     sound = sound and all(check.passed for check in results)
     verdict: Verdict = "differs" if not sound else "agrees" if coverage.complete else "partly checked"
+    known, reasons = not math.isnan(identity), dict[str, str]()
+    if not known and (overflow := checks.describe_overflow(loaded.model.dtype, site_calls)):
+        reasons["identity_error"] = overflow
     return assemble_report(
         "doctor",
         "doctor",
         model=loaded.info.model_copy(update={"layer_names": checks.layer_names(each.site for each in site_calls)}),
         settings=feeding.record_length(settings, loaded, site_calls),
         coverage=coverage,
-        summary=_summary(loaded, site_calls, identity, verdict),
+        summary=Summary(identity_error=identity if known else None, verdict=verdict, reasons=reasons),
         doctor=results,
     )
-
-
-def _summary(loaded: loading.Loaded, site_calls: Sequence[SiteCall], identity: float, verdict: Verdict) -> Summary:
-    """Return the verdict with the error of outputs under recomputed attention or, if known, why the error is NaN."""
-    if not math.isnan(identity):
-        return Summary(identity_error=identity, verdict=verdict)
-    overflow = checks.describe_overflow(loaded.model.dtype, site_calls)
-    return Summary(verdict=verdict, reasons={"identity_error": overflow} if overflow else {})
 
 
 def _coverage(results: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:

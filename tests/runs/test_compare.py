@@ -89,7 +89,7 @@ def compared(*sides: Any, **options: Any) -> Comparison:
 
 
 def answers(report: Report) -> dict[str, str]:
-    """The answer to each question of the report's findings."""
+    """Return the answer to each question of the report's findings."""
     return {finding.question: finding.answer for finding in find(Shapes(report))}
 
 
@@ -106,7 +106,7 @@ def relations(result: Comparison) -> set[str | None]:
 
 
 def of_layer(result: Comparison, layer: int | None, kv_head: int | None = None) -> set[tuple[int, int]]:
-    """The heads of a layer, or those of one key head: of several query heads under grouped-query attention."""
+    """Return the heads of a layer, or those that share one key head (several under grouped-query attention)."""
     return {(head.layer, head.head) for head in result.heads if head.layer == layer and kv_head in (None, head.kv_head)}
 
 
@@ -290,7 +290,7 @@ def test_a_saved_swap_is_compared_under_its_own_kernel(tmp_path):
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> Path:
-    """Two reports with their windows, of the demo and of the demo with a damaged head."""
+    """Write two reports with their windows: of the demo, and of the demo with a damaged head."""
     folder = tmp_path_factory.mktemp("reports")
     other, text = damaged("demo", ("W_K shuffled", 2)), folder / "text.txt"
     for part in (other.model, other.tokenizer):
@@ -396,7 +396,7 @@ def test_the_program_writes_every_kind_of_file_and_refuses_with_exit_code_2(repo
 
 
 def own_kl(first: loading.Loaded, second: loading.Loaded) -> torch.Tensor:
-    """KL(P ‖ P') of each head of the first layer, whose inputs are the same, by eager attention in float64."""
+    """Compute KL(P ‖ P') of each head of the first layer, whose inputs are the same, by eager attention in float64."""
     probabilities = []
     for side in (first, second):
         model = copy.deepcopy(side.model).double()
@@ -410,7 +410,7 @@ def own_kl(first: loading.Loaded, second: loading.Loaded) -> torch.Tensor:
 
 
 def interleaved(layers: tuple[int, ...], first: int) -> Callable[[Any], None]:
-    """Put the rows of W_Q and W_K of the key heads from `first` on into the order that GPT-J rotates, not LLaMA's."""
+    """Put the rows of W_Q and W_K, for key heads from `first` on, into GPT-J's order for RoPE instead of LLaMA's."""
 
     def change(model: Any) -> None:
         for layer in layers:

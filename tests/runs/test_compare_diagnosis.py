@@ -54,7 +54,7 @@ def model(name: str) -> loading.Loaded:
 
 
 def described(first: loading.Loaded, second: loading.Loaded) -> dict[str, Any]:
-    """What `compare` says of configs, tensors and causes, without comparing heads."""
+    """Return what `compare` reports on configs, tensors and causes, without comparing heads."""
     request = InspectRequest(source="weights", analyzers=["symmetry"])
     sides = [survey(prepare(side, request, None, silent)) for side in (first, second)]
     sites = {a.site: b.site for a, b in zip(sides[0].site_calls, sides[1].site_calls, strict=True)}
@@ -62,7 +62,7 @@ def described(first: loading.Loaded, second: loading.Loaded) -> dict[str, Any]:
 
 
 def causes(first: loading.Loaded, second: loading.Loaded) -> list[tuple[str, list[int], list[int]]]:
-    """The hypotheses with their layers and heads."""
+    """Return the hypothesis, layers and heads of each cause."""
     return [(each.hypothesis, each.layers, each.heads) for each in described(first, second)["diagnosis"]]
 
 
@@ -76,15 +76,33 @@ def adapt(layer: int) -> Callable[[Any], None]:
     return lambda second: planted_causes.adapt(2, "query", "value")(find_layers(second)[layer])
 
 
-def cast(second: Any) -> None:
-    for weight in second.parameters():
-        weight.copy_(weight.bfloat16())
+def quantise(layer: int) -> Callable[[Any], None]:
+    """Round each row of W_Q and W_K to 16 levels."""
 
-
-def noise(size: float) -> Callable[[Any], None]:
     def change(second: Any) -> None:
-        generator = torch.Generator().manual_seed(2)
-        for weight in second.parameters():
+        for part in (find_layers(second)[layer].weights[role] for role in ("query", "key")):
+            part.copy_(planted_causes.round_values(part.flatten(0, 1), 4).reshape(part.shape))
+
+    return change
+
+
+def round_off(*names: str) -> Callable[[Any], None]:
+    """Round these tensors, by default all, to bfloat16."""
+
+    def change(second: Any) -> None:
+        for name in names or dict(second.named_parameters()):
+            second.get_parameter(name).copy_(second.get_parameter(name).bfloat16())
+
+    return change
+
+
+def disturb(*names: str, size: float = 0.3) -> Callable[[Any], None]:
+    """Add noise to these tensors, by default to all, of `size` times their spread."""
+
+    def change(second: Any) -> None:
+        for number, name in enumerate(names or dict(second.named_parameters())):
+            weight = second.get_parameter(name)
+            generator = torch.Generator().manual_seed(number)
             weight.add_(size * weight.std() * torch.randn(weight.shape, generator=generator))
 
     return change
@@ -103,7 +121,7 @@ def test_planted_damage_is_named_with_its_layer_and_heads(name):
     own = model(name)
     grouped = name == "smollm2"
     heads = [3, 4, 5] if grouped else [1]
-    second = changed(own, plant(ONE_HEAD, 0), plant("4 bits by row", 1), adapt(2), plant("o transposed", 3))
+    second = changed(own, plant(ONE_HEAD, 0), quantise(1), adapt(2), plant("o transposed", 3))
     expected = [
         ("interleaved rows", [0], heads),
         ("quantised to 4 bits", [1], []),
@@ -119,15 +137,15 @@ def test_planted_damage_is_named_with_its_layer_and_heads(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_two_causes_in_one_layer_are_named_together(name):
     own = model(name)
-    both = plant("rows interleaved, 4 bits", 1)
-    second = changed(own, plant(INTERLEAVED, 0), both, adapt(2), plant(ONE_HEAD, 2))
+    twice = plant(INTERLEAVED, 1), quantise(1)
+    second = changed(own, plant(INTERLEAVED, 0), *twice, adapt(2), plant(ONE_HEAD, 2))
     found = causes(own, second)
     assert ("interleaved rows", [0, 1], []) in found
     assert ("quantised to 4 bits", [1], []) in found
     assert any(each[:2] == ("rank 2 update", [2]) for each in found)
     assert any(each[:2] == ("interleaved rows", [2]) and each[2] for each in found)
     assert len(found) == 4
-    second = changed(own, plant(INTERLEAVED, 1), cast)
+    second = changed(own, plant(INTERLEAVED, 1), round_off())
     assert ("interleaved rows", [1], []) in causes(own, second)
     if name != "smollm2":
         second = changed(own, plant("rows interleaved, bias of k lost", 1))
@@ -144,7 +162,7 @@ def test_two_causes_in_one_layer_are_named_together(name):
 )
 def test_noise_is_not_explained(name, size):
     own = model(name)
-    assert {hypothesis for hypothesis, *_ in causes(own, changed(own, noise(size)))} == {"not explained"}
+    assert {hypothesis for hypothesis, *_ in causes(own, changed(own, disturb(size=size)))} == {"not explained"}
 
 
 def test_norms_of_queries_and_keys():
@@ -241,7 +259,7 @@ def test_the_last_norm_can_be_folded_into_the_output_matrix(tied):
     [*("rows of q and k interleaved", "heads of v reordered"), pytest.param("heads of q reordered", marks=FULL)],
 )
 def test_attention_that_accepts_one_sequence_only_has_heads(damage_name):
-    """BLOOM's position bias is made for the number of sequences in the batch."""
+    """BLOOM's position bias has the number of sequences in its shape."""
     own = model("bloom")
     ((hypothesis, layers, _),) = causes(own, changed(own, plant(damage_name, 1)))
     assert re.search(DAMAGES[damage_name].expected, hypothesis)
@@ -314,12 +332,12 @@ def test_another_rope_is_named_with_its_config_fields(text):
 
 def test_gains_stored_without_their_one_are_rounded_as_they_are_stored():
     own = model("gemma2")
-    found = described(own, changed(own, cast))["diagnosis"]
+    found = described(own, changed(own, round_off()))["diagnosis"]
     assert [(cause.hypothesis, cause.layers) for cause in found] == [("rounded to bfloat16", [0, 1])]
 
 
 def replace_layers(own: loading.Loaded, sources: dict[int, int]) -> Callable[[Any], None]:
-    """Give each of these layers the tensors of another."""
+    """Give each layer in `sources` the tensors of another layer."""
 
     def change(second: Any) -> None:
         for layer, source in sources.items():
@@ -391,9 +409,11 @@ def test_equal_causes_outside_of_layers_share_a_line():
 
 @pytest.mark.parametrize(("name", "rounded"), [("t5", False), ("t5", True), ("llama", False)])
 def test_heads_that_leave_their_position_bias_behind_are_damage(name, rounded):
-    """T5 keeps the bias of all layers in the first one."""
+    """T5 stores the bias of all layers in the first layer."""
     own = model(name)
-    found = described(own, changed(own, plant("heads reordered in all", 1), *([cast] if rounded else [])))["diagnosis"]
+    found = described(own, changed(own, plant("heads reordered in all", 1), *([round_off()] if rounded else [])))[
+        "diagnosis"
+    ]
     (cause,) = (each for each in found if each.hypothesis not in PRECISION)
     expected = ("heads out of order", False) if name == "t5" else ("reordered heads", True)
     assert (cause.hypothesis, cause.harmless) == expected
@@ -455,7 +475,7 @@ def test_another_number_of_key_heads():
 
 
 def compared(first: loading.Loaded, second: loading.Loaded, **options: Any) -> tuple[Comparison, dict[str, str]]:
-    """The comparison, and the answers to its questions."""
+    """Return the comparison, and the answers to its questions."""
     options = {"windows": 2, "length": 16} | options
     report = attnlens.compare(first, second, analyzers="symmetry", **options)
     return report.comparison, {finding.question: finding.answer for finding in findings(report)}
@@ -463,7 +483,6 @@ def compared(first: loading.Loaded, second: loading.Loaded, **options: Any) -> t
 
 def test_heads_reordered_only_in_queries_and_keys_are_damage():
     own = model("qwen3")
-
     result, answers = compared(own, changed(own, plant("heads of q and k reordered", 1)))
     assert all(head.partner == head.head for head in result.heads)
     assert answers["Changed?"].startswith("6 of 12 heads changed")
@@ -505,7 +524,7 @@ def test_weights_in_files_are_compared_layer_by_layer(tmp_path, monkeypatch):
     from attnlens.models.loading.deferred import DeferredWeights
 
     own = model("llama")
-    other = changed(own, plant(INTERLEAVED, 1), cast)
+    other = changed(own, plant(INTERLEAVED, 1), round_off())
     for name, side in (("first", own), ("second", other)):
         side.model.save_pretrained(tmp_path / name)
         side.tokenizer.save_pretrained(tmp_path / name)
@@ -549,28 +568,8 @@ def test_weights_in_files_are_compared_layer_by_layer(tmp_path, monkeypatch):
     assert all(row.p is None and not row.named for row in result.rows)
 
 
-def disturb(*names: str) -> Callable[[Any], None]:
-    """Add noise to these tensors, 30 % of their spread."""
-
-    def change(second: Any) -> None:
-        for number, name in enumerate(names):
-            weight = second.get_parameter(name)
-            generator = torch.Generator().manual_seed(number)
-            weight.add_(0.3 * weight.std() * torch.randn(weight.shape, generator=generator))
-
-    return change
-
-
-def round_only(*names: str) -> Callable[[Any], None]:
-    def change(second: Any) -> None:
-        for name in names:
-            second.get_parameter(name).copy_(second.get_parameter(name).bfloat16())
-
-    return change
-
-
 def placed(first: loading.Loaded, second: loading.Loaded) -> list[tuple[list[int], list[str]]]:
-    """The layers and tensors of each cause."""
+    """Return the layers and tensors of each cause."""
     return [(cause.layers, cause.tensors) for cause in described(first, second)["diagnosis"]]
 
 
@@ -605,9 +604,9 @@ def test_unexplained_tensors_and_roundings_are_merged_only_if_they_are_the_same(
     )
     assert (first.text.split()[0], second.text.split()[0]) == ("mlp.up_proj.weight", "W_K")
     assert placed(own, changed(own, disturb(keys.format(0), keys.format(1)))) == [([0, 1], ["key.weight"])]
-    parts = round_only(up.format(0), keys.format(1))
+    parts = round_off(up.format(0), keys.format(1))
     assert placed(own, changed(own, parts)) == [([0], ["mlp.up_proj.weight"]), ([1], ["key.weight"])]
-    (whole,) = described(own, changed(own, cast))["diagnosis"]
+    (whole,) = described(own, changed(own, round_off()))["diagnosis"]
     assert (whole.layers, whole.text) == (
         [0, 1],
         "weights are rounded to bfloat16, also model.embed_tokens.weight, model.norm.weight and lm_head.weight outside "
@@ -615,7 +614,7 @@ def test_unexplained_tensors_and_roundings_are_merged_only_if_they_are_the_same(
     )
 
 
-@pytest.mark.parametrize(("change", "verb"), [(disturb, "changed by up to"), (round_only, "are rounded to bfloat16")])
+@pytest.mark.parametrize(("change", "verb"), [(disturb, "changed by up to"), (round_off, "are rounded to bfloat16")])
 def test_all_tensors_outside_of_layers_are_named(change, verb):
     own = model("llama")
     names = ["model.embed_tokens.weight", "lm_head.weight"]
@@ -624,15 +623,11 @@ def test_all_tensors_outside_of_layers_are_named(change, verb):
     assert cause.text.startswith(f"model.embed_tokens.weight and lm_head.weight {verb}")
 
 
-def fewer_heads(own: loading.Loaded) -> loading.Loaded:
-    """The same tensors, read as three heads of 20 dimensions instead of six of 10."""
-    return changed(own, num_attention_heads=3, num_key_value_heads=1, head_dim=20)
-
-
 @pytest.mark.parametrize("from_files", [False, pytest.param(True, marks=FULL)])
 def test_the_first_lines_do_not_depend_on_shapes_and_name_the_config(from_files, tmp_path):
     own = model("llama")
-    sides: list[Any] = [own, loaded.cut(own, 1), fewer_heads(own)]
+    fewer_heads = changed(own, num_attention_heads=3, num_key_value_heads=1, head_dim=20)
+    sides: list[Any] = [own, loaded.cut(own, 1), fewer_heads]
     options: dict[str, Any] = {"analyzers": "symmetry", "source": "weights"}
     if from_files:
         for number, side in enumerate(sides):
@@ -653,7 +648,7 @@ def test_the_first_lines_do_not_depend_on_shapes_and_name_the_config(from_files,
 
 
 def findings(report: attnlens.Report, **changes: Any) -> list[Finding]:
-    """The findings of a comparison after changes of its fields."""
+    """Return the findings of a comparison after changes of its fields."""
     comparison = report.comparison.model_copy(update=changes)
     return list(find(Shapes(report.model_copy(update={"comparison": comparison}))))
 
@@ -722,12 +717,12 @@ def test_changes_of_blocks_have_a_practical_size():
 def rounded() -> attnlens.Report:
     """Compare a model with itself after rounding."""
     own = model("llama")
-    return attnlens.compare(own, changed(own, cast), analyzers="symmetry", windows=2, length=16)
+    return attnlens.compare(own, changed(own, round_off()), analyzers="symmetry", windows=2, length=16)
 
 
 def test_rounding_is_as_notable_in_one_direction_as_in_the_other():
     own = model("llama")
-    back = attnlens.compare(changed(own, cast), own, analyzers="symmetry", source="weights")
+    back = attnlens.compare(changed(own, round_off()), own, analyzers="symmetry", source="weights")
     for report in (rounded(), back):
         assert [each.severity for each in findings(report) if each.question == "Cause?"] == ["notable"]
 

@@ -24,7 +24,7 @@ PLAIN = {"length": 16, "windows": 2}
 
 
 def checked(model, **options):
-    """Each backend's check and its tests of masks, by name."""
+    """Return each backend's check and its tests of masks, by name."""
     report = attnlens.doctor(family(model) if isinstance(model, str) else model, **PLAIN | options)
     return {each.backend: (each, {mask.mask: mask for mask in each.masks}) for each in report.backends}
 
@@ -77,7 +77,7 @@ def test_healthy_models_have_no_fault_under_any_mask(name):
 
 
 def shift(options):
-    """A causal mask off by one."""
+    """Shift a causal mask by one token."""
     mask = options["mask_function"]
     return {"mask_function": lambda b, h, q, k: mask(b, h, q + 1, k), "allow_is_causal_skip": False}
 
@@ -154,7 +154,7 @@ def test_two_faults_are_both_named(monkeypatch):
 
 
 def forget_positions(monkeypatch):
-    """A cache that drops its first position at each step."""
+    """Make the cache drop its first position at each step."""
     honest = cache_utils.DynamicLayer.update
 
     def forget(self, keys, values, *args, **kwargs):
@@ -231,7 +231,7 @@ def test_a_cache_that_drops_a_position_is_named(monkeypatch, name, token, layer)
 
 
 def coarse_attention(module, query, key, value, mask, **options):
-    """Attention of queries, keys and values that are rounded to bfloat16."""
+    """Compute attention from queries, keys and values that are rounded to bfloat16."""
     mask = mask.bfloat16() if mask is not None and mask.is_floating_point() else mask
     parts = [part.bfloat16() for part in (query, key, value)]
     output, weights = sdpa_attention_forward(module, *parts, mask, **options)
@@ -241,7 +241,7 @@ def coarse_attention(module, query, key, value, mask, **options):
 def coarse_softmax(
     module, query, key, value, attention_mask, scaling=None, softcap=None, position_bias=0.0, is_causal=None, **_more
 ):
-    """Attention whose softmax is computed in bfloat16."""
+    """Compute attention with the softmax in bfloat16."""
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -352,7 +352,7 @@ def test_a_prefix_is_seen_by_all_outputs_and_an_absent_property_is_not_checked()
 
 
 def neox(largest):
-    """A GPT-NeoX whose scores are all near −`largest`, and differ by little."""
+    """Build a GPT-NeoX whose scores are all near −`largest` and differ little."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     model = tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(vocab_size=99, max_position_embeddings=64, **sizes)).eval()

@@ -37,7 +37,7 @@ BOOK = texts.sample("demo")[0].text
 
 
 def by_hand(model, layer, head):
-    """M = s · W_Q W_Kᵀ of one head of a GPT-2, dense."""
+    """Compute the dense matrix M = s · W_Q W_Kᵀ of one head of a GPT-2."""
     weight = model.transformer.h[layer].attn.c_attn.weight.double()
     width, size = weight.shape[0], weight.shape[0] // model.config.n_head
     query, key = (weight[:, start + head * size : start + (head + 1) * size] for start in (0, width))
@@ -165,7 +165,7 @@ def test_random_weights_have_the_values_of_the_null_and_trained_ones_do_not(demo
 
 @pytest.mark.parametrize("name", ["demo", "t5", "bart"])
 def test_padding_never_enters_a_statistic(name, demo, tmp_path):
-    """Padded queries of a decoder see the encoder's tokens all the same; only the inputs tell that they are padding."""
+    """Padded queries of a decoder also see the encoder's tokens; only the inputs show that they are padding."""
     path, model = tmp_path / "lines.txt", demo if name == "demo" else family(name)
     path.write_text("in the beginning was the word.\njesus wept.\nand it was so.\nlet there be light.\n")
     options = {"source": "tokens", "text": path, "pack": False} | (
@@ -423,7 +423,7 @@ def test_heads_without_tokens_count_as_analysed_and_are_named(demo):
 
 
 def heads_of(values, calls, name):
-    """One head per value, each called so often."""
+    """Build one head per value; its module is called `calls` times."""
     return [
         Head(
             **{"site": f"block#{call}" if calls > 1 else "block", "layer": call, "part": "encoder"},
