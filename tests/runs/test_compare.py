@@ -17,8 +17,9 @@ import loaded
 import model_types
 import pytest
 import torch
-from damage import HEAD, changed
+from damage import HEAD
 from hostile import refused
+from loaded import changed
 from planted_causes import find_layers, interleave, reorder_rows
 from program import invoke
 from program import refused as ended

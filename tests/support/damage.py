@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from attnlens.models.loading import Loaded
 
 HEAD = 1
 """The key head that is damaged."""
@@ -156,16 +153,3 @@ def plant(model: Any, changes: Mapping[str, int]) -> Any:
             case _:
                 raise ValueError(name)
     return model
-
-
-def changed(own: Loaded, *changes: Callable[[Any], object], **settings: Any) -> Loaded:
-    """Return a copy of a model after changes of its weights, with other settings."""
-    config = copy.deepcopy(own.model.config)
-    for name, value in settings.items():
-        setattr(config, name, value)
-    second = type(own.model)(config).eval()
-    second.load_state_dict(own.model.state_dict(), strict=False)
-    with torch.no_grad():
-        for change in changes:
-            change(second)
-    return Loaded(second, own.tokenizer, "", own.info, own.kind)

@@ -67,6 +67,7 @@ class Cause:
     residual: float = 0.0  # largest relative residual of an explained part, as computed by `residuals`
     parts: tuple[str, ...] = ()  # names of the explained parts
     harmless: bool = False  # True if the layer's output is the same
+    head_errors: tuple[float, ...] = ()  # relative error of each query head if W_Q is quantised; else empty
 
 
 @dataclass(frozen=True)

@@ -72,25 +72,26 @@ def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> 
             yield Cause("another rotation", change, "copy the first model's RoPE settings")
 
 
-def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[tuple[Cause, list[float]]]:
-    """Yield (cause, errors) for each difference between two layers; unexplained parts last.
+def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[Cause]:
+    """Yield a cause for each difference between two layers; unexplained parts last.
 
-    `errors` is [] unless W_Q is quantised; then it has, for each query head, the larger of the relative errors of W_Q
-    and W_K. `order` contains the second layer's head for each head of the first; it is empty if heads keep their order.
+    The error of a query head is the larger of the relative errors of W_Q and W_K. `order` contains the second layer's
+    head for each head of the first; it is empty if heads keep their order.
     """
     first, second = add_missing_parts(first, second)
     diagnosis = diagnose(first, second, order)
     for cause in diagnosis.causes:
-        errors: list[float] = []
         if cause.hypothesis.startswith("quantised") and "query.weight" in cause.parts:
             names = "query.weight", "key.weight"
             queries, keys = (residuals(first.parts[name], second.parts[name], name) for name in names)
-            errors = torch.maximum(queries, keys.repeat_interleave(len(queries) // len(keys))).tolist()
-        yield cause, errors
+            errors = torch.maximum(queries, keys.repeat_interleave(len(queries) // len(keys)))
+            yield replace(cause, head_errors=tuple(errors.tolist()))
+        else:
+            yield cause
     if diagnosis.unexplained:
         left = tuple(diagnosis.unexplained)
         reshaped = tuple(name for name in left if first.parts[name].shape != second.parts[name].shape)
-        yield build_unexplained(left, diagnosis.change, diagnosis.closest, diagnosis.unexplained_heads, reshaped), []
+        yield build_unexplained(left, diagnosis.change, diagnosis.closest, diagnosis.unexplained_heads, reshaped)
 
 
 def build_unexplained(
@@ -104,7 +105,7 @@ def build_unexplained(
     near = f"closest: {closest[0]}, residual {short(closest[1])}" if closest else "no hypothesis is near"
     words = describe_unexplained(names, change, near, reshaped)
     residual = closest[1] if closest else change
-    return Unexplained(UNEXPLAINED, words, None, heads, residual, names, False, change, near, reshaped)
+    return Unexplained(UNEXPLAINED, words, None, heads, residual, names, change=change, near=near, reshaped=reshaped)
 
 
 @dataclass(frozen=True)

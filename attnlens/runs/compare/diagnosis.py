@@ -131,7 +131,6 @@ class FoundCause:
 
     layer: int | None  # None outside of layers
     cause: Cause
-    errors: list[float] = field(default_factory=list)  # relative error of each query head if W_Q is quantised, else []
     site: Site | None = None  # site of the first model; None outside of layers
     whole: bool = False  # True for a rounding that all matrices of the layer have
 
@@ -159,15 +158,15 @@ class Walk:
             path, pair = weights.block_path(site.path), (site_calls[site], others[other])
             with self._read_blocks((site, other)) as (blocks, factors):
                 self.visit(site, factors)
-                causes = [(cause, list[float]()) for cause in compare_calls(*pair)]
+                causes = [*compare_calls(*pair)]
                 if have_same_heads(*pair):
-                    causes += [(cause, []) for cause in compare_rotations(*factors)]
+                    causes += compare_rotations(*factors)
                 causes += self._diagnose_site(pair, blocks, factors, in_block[path])
                 for samples, block in zip(self.samples, blocks, strict=True):
                     samples[path] = sample_matrices(block)
                 self.causes += [
-                    FoundCause(layer, cause, errors, site, _rounds_all_matrices(cause, causes, blocks))
-                    for cause, errors in causes
+                    FoundCause(layer, cause, site, _rounds_all_matrices(cause, len(causes), blocks))
+                    for cause in causes
                     for layer in by_path[site.path]
                 ]
         self._find_moved(sites, in_block)
@@ -208,7 +207,7 @@ class Walk:
         blocks: Sequence[Mapping[str, Tensor]],
         factors: tuple[SiteFactors, SiteFactors],
         in_block: Sequence[str],
-    ) -> Iterator[tuple[Cause, list[float]]]:
+    ) -> Iterator[Cause]:
         """Yield the causes of one layer's difference as `diagnose_layers` does; add the differing tensors to `differ`.
 
         `blocks` are the tensors of both blocks, and `in_block` the attention modules of the first model's block. Each
@@ -295,10 +294,10 @@ class Walk:
                 first, second = (add_spacing(layer) for layer in (layers[0].with_parts(others), layers[1]))
                 causes = [*diagnose_layers(first, second)]
                 changes = [
-                    replace(entry, cause=cause, errors=errors, whole=_rounds_all_matrices(cause, causes, blocks))
-                    for cause, errors in causes
+                    replace(entry, cause=cause, whole=_rounds_all_matrices(cause, len(causes), blocks))
+                    for cause in causes
                 ]
-            left = {name for cause, _ in causes if isinstance(cause, Unexplained) for name in cause.parts}
+            left = {name for cause in causes if isinstance(cause, Unexplained) for name in cause.parts}
             if left != names:
                 self.causes.remove(entry)
                 self.causes += changes
@@ -339,14 +338,12 @@ class Walk:
         }
         tied = [name for name in pairs if name in differ and sources[name][0] != sources[name][1]]
         causes = [*_diagnose_together(pairs)] if {*differ} & pairs.keys() else []
-        if tied and not any(cause.hypothesis == FOLDED for cause, _ in causes):
+        if tied and not any(cause.hypothesis == FOLDED for cause in causes):
             causes = [*_diagnose_together({name: sides for name, sides in pairs.items() if name not in tied})]
             for name in tied:
                 first, second = (side.parts[name] for side in pairs[name])
                 self.causes.append(FoundCause(None, _compare_tied(name, sources[name], first, second)))
-        self.causes += [
-            FoundCause(None, cause, errors, whole=cause.hypothesis in PRECISION) for cause, errors in causes
-        ]
+        self.causes += [FoundCause(None, cause, whole=cause.hypothesis in PRECISION) for cause in causes]
 
     def _stored_names(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return, for each model, the names of its tensors, mapped to the names under which their values are stored.
@@ -362,7 +359,7 @@ class Walk:
         return first, second
 
 
-def _diagnose_together(pairs: Mapping[str, Sequence[Layer]]) -> Iterator[tuple[Cause, list[float]]]:
+def _diagnose_together(pairs: Mapping[str, Sequence[Layer]]) -> Iterator[Cause]:
     """Diagnose several tensors together, each given as a pair of layers, and yield the causes."""
     if not pairs:
         return
@@ -438,12 +435,10 @@ def list_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     return parameters | {name: part for name, part in module.named_buffers() if name in saved}
 
 
-def _rounds_all_matrices(
-    cause: Cause, causes: Sequence[tuple[Cause, object]], blocks: Sequence[Mapping[str, Tensor]]
-) -> bool:
-    """Return True if a cause is a rounding of all matrices of a layer, including unchanged ones."""
+def _rounds_all_matrices(cause: Cause, count: int, blocks: Sequence[Mapping[str, Tensor]]) -> bool:
+    """Return True if one of a layer's `count` causes is a rounding of all its matrices, including unchanged ones."""
     if cause.hypothesis == "rounding":
-        return len(causes) == 1
+        return count == 1
     which, _, name = cause.hypothesis.rpartition("rounded to ")
     if name not in TYPES:
         return False
@@ -493,7 +488,9 @@ def _merge_causes(causes: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
                 text=_describe(entries, cause),
                 tensors=_list_parts(entries),
                 harmless=cause.harmless,
-                head_errors=[float(max(errors)) for errors in zip(*(entry.errors for entry in entries), strict=False)],
+                head_errors=[
+                    max(errors) for errors in zip(*(each.cause.head_errors for each in entries), strict=False)
+                ],
             )
         )
     return sorted(merged, key=lambda cause: (cause.harmless, cause.hypothesis in PRECISION))
