@@ -155,7 +155,7 @@ def test_two_causes_in_one_layer_are_named_together(name):
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        *(("gpt2", 1e-2), ("gemma2", 0.3)),
+        *(("gpt2", 1e-2), ("gemma2", 0.3), ("bloom", 0.3)),  # BLOOM's attention accepts one sequence only
         *(pytest.param(name, 0.3, marks=FULL) for name in ("demo", "qwen3", "minilm")),
         *(pytest.param(name, 1e-2, marks=FULL) for name in ("demo", "gemma2", "qwen3", "minilm")),
     ],
@@ -281,12 +281,6 @@ def test_a_wrong_split_is_named_if_the_model_lacks_one_of_the_biases(damage_name
     assert [hypothesis for hypothesis, *_ in found] == ["wrong split"]
 
 
-def test_disturbed_attention_that_accepts_one_sequence_only_is_not_explained():
-    own = model("bloom")
-    disturbed = changed(own, disturb("transformer.h.1.self_attention.query_key_value.weight"))
-    assert {hypothesis for hypothesis, *_ in causes(own, disturbed)} == {"not explained"}
-
-
 def test_gains_stored_as_one_plus_g_and_another_scale_and_softcap():
     own = model("gemma2")
 
@@ -389,17 +383,6 @@ def test_encoder_and_decoder_layers_are_not_confused():
     assert {cause.hypothesis for cause in report.comparison.diagnosis} == {"exchanged layers"}
     pairs = {cause.text.partition(" of layers ")[2] for cause in report.comparison.diagnosis}
     assert pairs == {"decoder.0 and decoder.1 are exchanged", "cross.0 and cross.1 are exchanged"}
-
-
-def test_equal_causes_outside_of_layers_share_a_line():
-    own = model("gpt2")
-
-    def shift(second: Any) -> None:
-        for name in ("wte", "wpe"):
-            second.transformer.get_submodule(name).weight.mul_(3)
-
-    (cause,) = described(own, changed(own, shift))["diagnosis"]
-    assert cause.text == "transformer.wte.weight and transformer.wpe.weight are multiplied by 3"
 
 
 @pytest.mark.parametrize(("name", "rounded"), [("t5", False), ("t5", True), ("llama", False)])
@@ -598,7 +581,14 @@ def test_unexplained_tensors_and_roundings_are_merged_only_if_they_are_the_same(
     )
 
 
-@pytest.mark.parametrize(("change", "verb"), [(disturb, "changed by up to"), (round_off, "are rounded to bfloat16")])
+def triple(*names: str) -> Callable[[Any], object]:
+    return lambda second: [second.get_parameter(name).mul_(3) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("change", "verb"),
+    [(disturb, "changed by up to"), (round_off, "are rounded to bfloat16"), (triple, "are multiplied by 3")],
+)
 def test_all_tensors_outside_of_layers_are_named(change, verb):
     own = model("llama")
     names = ["model.embed_tokens.weight", "lm_head.weight"]
