@@ -693,13 +693,9 @@ def test_what_prevents_the_work_is_named_before_the_model_is_loaded(demo, monkey
             refused(UsageError, save, f"in this process, which `{name}` prevents")
 
 
-def test_the_program_refuses_in_two_lines_with_exit_code_2(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
+def test_the_program_refuses_in_two_lines_with_exit_code_2(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     for words, *parts in (
-        (("inspect", "demo", "--shard", "5/4"), "shard", "I/N"),
-        ((*WORDS, "--work", tmp_path / "file"), "file", "--work"),
-        (("swap-kernel", "demo", "--work", tmp_path / "file" / "x"), "file", "--work"),
         ((*WORDS, "--engine", "ray"), "No Ray cluster answers at 127.0.0.1:9"),
         (("inspect", "demo", "--engine", "dask"), "dask"),
         (("inspect", "demo", "--engine", "slurm"), "slurm"),
