@@ -166,7 +166,7 @@ class MaskCheck(Record):
     error_judged: bool = True  # False if `error` is not judged, because the tokens' positions also change the outputs
     faults: list[Sight] = []  # The fault with the largest change at each site, in the order of the layers
     count: Count = 0  # Number of faults: pairs of output and token that are wrong
-    reason: str | None = None  # Reason why the property was not checked; None if it was
+    reason: str | None = None  # Why the property was not checked, or why the test failed without a fault at a site
 
 
 class SiteError(Record):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -286,7 +287,8 @@ class Comparison:
         close = error <= tolerance
         masks = list[MaskCheck]()
         if math.isfinite(error):
-            masks += [self._check_mask(prepared, model, most, error) for prepared in self.prepared]
+            tests = [partial(self._check_mask, prepared, model, most, error) for prepared in self.prepared]
+            masks += [_run_test(prepared.case.name, test) for prepared, test in zip(self.prepared, tests, strict=True)]
             masks += self._check_cache(model, tolerance_between_passes(most, error), against_itself=not close)
         masks += [build_unchecked(mask, why) for mask, why in self.refused.items()]
         verdict: Literal["agrees", "rounds", "differs"] = "agrees" if close else "rounds" if explained else "differs"
@@ -316,27 +318,16 @@ class Comparison:
         if first is None or first.error is None:
             return None
         target = next(each for each in self.site_calls if each.site.name == first.site)
-        largest = target.call.query_key(target.site).largest_logit
-        coarse = torch.float32 if dtype == torch.float64 else dtype  # eager attention computes softmax in float32
-        most = 2 * torch.finfo(coarse).eps * largest
-        if not first.error <= most:
-            return None
-        name = str(coarse).removeprefix("torch.")
-        return most, f"its softmax rounds scores of up to {largest:.1e} to {name} (first at {first.site})"
+        most, text = checks.bound_rounding(target.call.query_key(target.site), dtype)
+        return (most, f"its {text} (first at {first.site})") if first.error <= most else None
 
     def _check_mask(
         self, prepared: PreparedCase, model: PreTrainedModel, tolerance: float, output_error: float
     ) -> MaskCheck:
         """Run one mask test; repeat it in float32 if the outputs in float64 are not finite."""
-        try:
-            check = self._try_mask(prepared, model, tolerance, output_error)
-            if check.error is None and model.dtype == torch.float64:
-                single = nn.Module.float(copy.deepcopy(model))
-                check = self._try_mask(prepared, single, tolerance, output_error)
-        except (*FAILURES, ImportError) as error:
-            if is_memory(error):
-                raise
-            return build_unchecked(prepared.case.name, loading.first_line(error))
+        check = self._try_mask(prepared, model, tolerance, output_error)
+        if check.error is None and model.dtype == torch.float64:
+            return self._try_mask(prepared, nn.Module.float(copy.deepcopy(model)), tolerance, output_error)
         return check
 
     def _try_mask(
@@ -409,17 +400,8 @@ class Comparison:
             moved = main_output(hooks.forward(model, inputs))
         rounding = torch.finfo(model.dtype).eps * float(result.abs().max())
         change = (moved - result).abs().flatten(2).amax(-1).cpu()
-        return [
-            Sight(
-                kind="sees",
-                output=query,
-                token=case.probes[row],
-                layer=None,
-                site=None,
-                change=float(change[row, query]),
-            )
-            for row, query in (hidden & (change > NOISE * rounding)).nonzero().tolist()
-        ]
+        places = (hidden & (change > NOISE * rounding)).nonzero().tolist()
+        return [_build_sight("sees", case, place, change, None) for place in places]
 
     def _probe(
         self,
@@ -437,30 +419,22 @@ class Comparison:
         case, site = prepared.case, target.site
         arguments, name = calls[site], target.other or target.input_name
         hidden = arguments[name]
-        rows = torch.arange(len(case.probes))
-        probes = torch.tensor(case.probes)
+        rows, probes = torch.arange(len(case.probes)), torch.tensor(case.probes)
         base = first_float_tensor(module(**arguments))
         noise = float((base - outputs[site]).abs().max())
-        generator = torch.Generator().manual_seed(site.layer)
-        direction = torch.randn(len(rows), hidden.shape[-1], generator=generator, dtype=torch.float64)
-        token = hidden[rows, probes]
-        direction = (direction / direction.norm(dim=-1, keepdim=True)).to(token)
         sees, change = torch.ones((), dtype=torch.bool), torch.zeros(())
         for size in (SIZE,) if hidden.dtype == torch.float64 else COARSE_SIZES:
-            moved = hidden.clone()
-            moved[rows, probes] = token + size * token.norm(dim=-1, keepdim=True) * direction
+            moved = perturb(hidden, case.probes, size, seed=site.layer)
             change = (first_float_tensor(module(**arguments | {name: moved})) - base).abs().amax(-1).cpu()
             sees = sees & (change > NOISE * noise)
         real = case.documents >= 0 if sees.shape[1] == case.documents.shape[1] else torch.ones_like(sees)
         allowed = prepared.allowed[site][rows, :, probes]
         required = prepared.attention[site][rows, :, probes] >= least
-        wrong = list[Sight]()
-        for kind, pairs in (("sees", sees & ~allowed & real), ("misses", ~sees & required & real)):
-            for row, query in pairs.nonzero().tolist():
-                token_number, size = case.probes[row], float(change[row, query])
-                wrong.append(
-                    Sight(kind=kind, output=query, token=token_number, layer=site.layer, site=site.name, change=size)
-                )
+        wrong = [
+            _build_sight("sees", case, place, change, site) for place in (sees & ~allowed & real).nonzero().tolist()
+        ]
+        missed = (~sees & required & real).nonzero().tolist()
+        wrong += [_build_sight("misses", case, place, change, site) for place in missed]
         return sorted(wrong, key=lambda each: -(each.change or 0.0))
 
     def _check_cache(self, model: PreTrainedModel, tolerance: float, *, against_itself: bool) -> list[MaskCheck]:
@@ -474,12 +448,8 @@ class Comparison:
             return []
         if not self.cases.causal or not {"past_key_values", "use_cache"} <= self.cases.parameters.keys():
             return [build_unchecked("cache", "the model has no cache")] if named else []
-        try:
-            return [self._decode(model, self.cases.cache_inputs(), tolerance, against_itself=against_itself)]
-        except (*FAILURES, ImportError) as error:
-            if is_memory(error):
-                raise
-            return [build_unchecked("cache", loading.first_line(error))]
+        inputs = self.cases.cache_inputs()
+        return [_run_test("cache", partial(self._decode, model, inputs, tolerance, against_itself=against_itself))]
 
     def _decode(
         self, model: PreTrainedModel, inputs: dict[str, Tensor], tolerance: float, *, against_itself: bool
@@ -519,15 +489,8 @@ class Comparison:
                 error = relative_error(whole[site][:, start:end], output)
                 if not error <= tolerance:
                     count += 1
-                    fault = Sight(
-                        kind="differs",
-                        output=start,
-                        token=None,
-                        layer=site.layer,
-                        site=site.name,
-                        change=error if math.isfinite(error) else None,
-                    )
-                    faults.setdefault(site, fault)
+                    fields = {"layer": site.layer, "site": site.name, "change": error if math.isfinite(error) else None}
+                    faults.setdefault(site, Sight(kind="differs", output=start, token=None, **fields))
         cached_tokens = getattr(cache, "get_seq_length", lambda: tokens)()
         if cached_tokens != tokens:
             reason = f"the cache contains {cached_tokens} of {tokens} tokens"
@@ -548,22 +511,46 @@ def build_unchecked(mask: str, reason: str) -> MaskCheck:
     return MaskCheck(mask=mask, verdict="not checked", reason=reason)
 
 
+def _run_test(mask: str, test: Callable[[], MaskCheck]) -> MaskCheck:
+    """Run a mask test; if the model can't run on its inputs, return the reason."""
+    try:
+        return test()
+    except (*FAILURES, ImportError) as error:
+        if is_memory(error):
+            raise
+        return build_unchecked(mask, loading.first_line(error))
+
+
+def _build_sight(
+    kind: Literal["sees", "misses"], case: Case, place: Sequence[int], change: Tensor, site: Site | None
+) -> Sight:
+    """Build the record of a fault at `place`, the indices of a row and an output."""
+    row, output = place
+    layer, name = (None, None) if site is None else (site.layer, site.name)
+    token, size = case.probes[row], float(change[row, output])
+    return Sight(kind=kind, output=output, token=token, layer=layer, site=name, change=size)
+
+
+def perturb(hidden: Tensor, probes: Sequence[int], size: float, seed: int) -> Tensor:
+    """Copy hidden states, and move token `probes[r]` of row r by `size` times its norm in a random direction."""
+    rows, places = torch.arange(len(probes)), torch.tensor(list(probes))
+    moved, token = hidden.clone(), hidden[rows, places]
+    direction = torch.randn(token.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    direction = (direction / direction.norm(dim=-1, keepdim=True)).to(token)
+    moved[rows, places] = token + size * token.norm(dim=-1, keepdim=True) * direction
+    return moved
+
+
 @contextmanager
 def perturb_embeddings(model: PreTrainedModel, ids: Tensor, probes: Sequence[int]) -> Iterator[None]:
     """Context manager: perturb the embedding of token `probes[r]` in row r whenever the model embeds `ids`."""
-    rows, places = torch.arange(len(probes)), torch.tensor(list(probes))
 
     def move(_module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor | None:
         embedded = args[0] if args else None
         # embeddings of positions can have one row for all sequences
         if not isinstance(embedded, Tensor) or not torch.equal(embedded, ids) or output.shape[:2] != ids.shape:
             return None
-        moved, token = output.clone(), output[rows, places]
-        generator = torch.Generator().manual_seed(0)
-        direction = torch.randn(token.shape, generator=generator, dtype=torch.float64).to(token)
-        size = SIZE * token.norm(dim=-1, keepdim=True) / direction.norm(dim=-1, keepdim=True)
-        moved[rows, places] = token + size * direction
-        return moved
+        return perturb(output, probes, SIZE, seed=0)
 
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     with remove_hooks([module.register_forward_hook(move) for module in embeddings]):

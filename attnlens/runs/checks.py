@@ -19,7 +19,7 @@ from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.hooks import SiteCall
 from attnlens.models.texts.targets import logits_of, of_text, output_options, states_of, tasks_of
 from attnlens.models.trace import remove_hooks
-from attnlens.records import Call, Conventions, Site, Skipped, Task
+from attnlens.records import Call, Conventions, QueryKey, Site, Skipped, Task
 from attnlens.wording import group_pairs
 
 Measurement = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # runs a model
@@ -132,11 +132,6 @@ def _convert_errors(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Ite
         raise ModelError(f"{loaded.info.id} can't run on {' and '.join(inputs)}: {reason}", remedy) from error
 
 
-def survey_one_token(loaded: loading.Loaded, site_calls: Sequence[SiteCall], seed: int) -> Sequence[SiteCall]:
-    """Return the sites' calls on one random id, to read weights; a site that does not run on the id keeps its call."""
-    return _reach_by_ids(loaded, site_calls, 1, seed)
-
-
 def survey_without_media(
     loaded: loading.Loaded, site_calls: Sequence[SiteCall], tokens: int, seed: int
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
@@ -144,18 +139,17 @@ def survey_without_media(
 
     If the model reads media, the window consists of `tokens` random ids; if not, the window's calls are `site_calls`.
     """
-    one_token = survey_one_token(loaded, site_calls, seed)
+    one_token = survey_ids(loaded, site_calls, 1, seed)
     if not texts.media_of(loaded.model, loaded.folder).before:
         return one_token, site_calls
-    return _reach_by_ids(loaded, one_token, 1, seed, bare=True), _reach_by_ids(
-        loaded, site_calls, tokens, seed, bare=True
-    )
+    one_token = survey_ids(loaded, one_token, 1, seed, bare=True)
+    return one_token, survey_ids(loaded, site_calls, tokens, seed, bare=True)
 
 
-def _reach_by_ids(
+def survey_ids(
     loaded: loading.Loaded, known: Sequence[SiteCall], tokens: int, seed: int, *, bare: bool = False
 ) -> Sequence[SiteCall]:
-    """Return the calls of the `known` sites on random ids (without media if `bare`).
+    """Return the calls of the `known` sites on a sequence of random ids (without media if `bare`).
 
     A site that does not run on these ids keeps its known call. If the model does not accept the ids, all sites keep
     their known calls.
@@ -214,6 +208,16 @@ def describe_overflow(dtype: torch.dtype, site_calls: Iterable[SiteCall]) -> str
         return None
     name = str(dtype).removeprefix("torch.")
     return f"q·k reaches {largest:.1e}, which overflows {name} (largest number {limit:.0f})"
+
+
+def bound_rounding(query_key: QueryKey, dtype: torch.dtype) -> tuple[float, str]:
+    """Return the largest relative error that the rounding of a site's scores explains, and a description of it.
+
+    The bound is twice the rounding of the largest score. A float64 model can compute its softmax in float32.
+    """
+    coarse, largest = torch.float32 if dtype == torch.float64 else dtype, query_key.largest_logit
+    name = str(coarse).removeprefix("torch.")
+    return 2 * torch.finfo(coarse).eps * largest, f"softmax rounds scores of up to {largest:.1e} to {name}"
 
 
 def find_task(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:

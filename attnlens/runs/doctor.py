@@ -189,7 +189,7 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
     identity = checks.measure_identity_error(loaded, inputs)
     if not identity <= TOLERANCE and not loading.nonfinite_tensors(loaded.model):
         checks.refuse_unsteady(loaded, inputs)
-    first = checks.survey_one_token(loaded, site_calls, settings.seed)
+    first = checks.survey_ids(loaded, site_calls, 1, settings.seed)
     results = check_sites(
         loaded.model, first, site_calls, inputs, progress, layers=settings.layers, heads=settings.heads
     )
@@ -198,23 +198,18 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
     sound = identity <= TOLERANCE or any(check.rounding is not None for check in results)
     sound = sound and all(check.passed for check in results)
     verdict: Verdict = "differs" if not sound else "agrees" if coverage.complete else "partly checked"
+    known, reasons = not math.isnan(identity), dict[str, str]()
+    if not known and (overflow := checks.describe_overflow(loaded.model.dtype, site_calls)):
+        reasons["identity_error"] = overflow
     return assemble_report(
         "doctor",
         "doctor",
         model=loaded.info.model_copy(update={"layer_names": checks.layer_names(each.site for each in site_calls)}),
         settings=feeding.record_length(settings, loaded, site_calls),
         coverage=coverage,
-        summary=_summary(loaded, site_calls, identity, verdict),
+        summary=Summary(identity_error=identity if known else None, verdict=verdict, reasons=reasons),
         doctor=results,
     )
-
-
-def _summary(loaded: loading.Loaded, site_calls: Sequence[SiteCall], identity: float, verdict: Verdict) -> Summary:
-    """Return the verdict with the error of outputs under recomputed attention or, if known, why the error is NaN."""
-    if not math.isnan(identity):
-        return Summary(identity_error=identity, verdict=verdict)
-    overflow = checks.describe_overflow(loaded.model.dtype, site_calls)
-    return Summary(verdict=verdict, reasons={"identity_error": overflow} if overflow else {})
 
 
 def _coverage(results: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
@@ -336,22 +331,16 @@ def _explain_rounding(query_key: QueryKey, probabilities: Tensor, error: float, 
     an earlier site's rounding changed the inputs (`rounded`), the error must be at most twice the rounding of the
     largest score.
     """
-    largest = query_key.largest_logit
-    exact = probabilities.dtype == torch.float64 and query_key.sinks is None and not rounded
-    coarse = torch.float32 if probabilities.dtype == torch.float64 else probabilities.dtype
-    explained = error <= 2 * torch.finfo(coarse).eps * largest
-    if exact:
+    most, text = checks.bound_rounding(query_key, probabilities.dtype)
+    explained = error <= most
+    if probabilities.dtype == torch.float64 and query_key.sinks is None and not rounded:
         logits = query_key.logits
         if query_key.allowed is not None:
             logits = logits.masked_fill(~query_key.allowed, -math.inf)
         explained = _deviation(logits.float().softmax(-1), query_key.allowed, probabilities) <= TOLERANCE
     if not explained:
         return ""
-    name = str(coarse).removeprefix("torch.")
-    return (
-        f"the model's own softmax rounds scores of up to {largest:.1e} to {name}: its attention weights are off by "
-        f"{error:.1e}; attnlens computes them in float64"
-    )
+    return f"the model's own {text}: its attention weights are off by {error:.1e}; attnlens computes them in float64"
 
 
 def _error(query_key: QueryKey, probabilities: Tensor) -> float:

@@ -40,14 +40,12 @@ def test_what_a_model_does_itself_is_not_blamed_on_attnlens_or_the_kernel():
     kernel = dict.fromkeys(sites_of(bert.model, inputs), hooks.Replacement(parsed("rbf")))
     variant = lambda: hooks.replace(bert.model, tuple(kernel), kernel)  # noqa: E731
     assert checks.prove_identity(bert, inputs)[0] < 1e-5
-    assert gates.mask_error(bert, inputs, variant, 0, left=False) < 1e-5
+    assert gates.LeakTest(bert, inputs, variant, 0).mask_error(left=False) < 1e-5
     # a model that mixes all tokens, padding too, before its attention
     embeddings = bert.model.bert.embeddings
     mixing = embeddings.register_forward_hook(lambda _m, _a, output: output + output.mean(1, keepdim=True))
-    assert (
-        "even under the model's own kernel"
-        in gates.measure_leaks(bert, tuple(kernel), inputs, variant, 0)["mask_error"]
-    )
+    errors = gates.LeakTest(bert, inputs, variant, 0).measure(tuple(kernel))
+    assert "even under the model's own kernel" in errors["mask_error"]
     mixing.remove()
     passes = itertools.count(1)
     embeddings.register_forward_hook(lambda _module, _args, output: output * next(passes))

@@ -19,6 +19,8 @@ import pytest
 import torch
 from damage import HEAD
 from hostile import refused
+from loaded import changed
+from planted_causes import find_layers, interleave, reorder_rows
 from program import invoke
 from program import refused as ended
 
@@ -72,21 +74,7 @@ def model(name: str) -> loading.Loaded:
 
 
 def damaged(name: str, *changes: tuple[str, int]) -> loading.Loaded:
-    own = model(name)
-    planted = damage.plant(copy.deepcopy(own.model), dict(changes))
-    return loading.Loaded(planted, own.tokenizer, "", own.info, own.kind)
-
-
-def changed(own: loading.Loaded, change: Callable[[Any], object] = id, **settings: Any) -> loading.Loaded:
-    """A copy of the model after a change of its weights, with other settings."""
-    config = copy.deepcopy(own.model.config)
-    for name, value in settings.items():
-        setattr(config, name, value)
-    second = type(own.model)(config).eval()
-    second.load_state_dict(own.model.state_dict())
-    with torch.no_grad():
-        change(second)
-    return loaded.loaded(second)
+    return changed(model(name), lambda second: damage.plant(second, dict(changes)))
 
 
 @functools.cache
@@ -102,7 +90,7 @@ def compared(*sides: Any, **options: Any) -> Comparison:
 
 
 def answers(report: Report) -> dict[str, str]:
-    """The answer to each question of the report's findings."""
+    """Return the answer to each question of the report's findings."""
     return {finding.question: finding.answer for finding in find(Shapes(report))}
 
 
@@ -119,7 +107,7 @@ def relations(result: Comparison) -> set[str | None]:
 
 
 def of_layer(result: Comparison, layer: int | None, kv_head: int | None = None) -> set[tuple[int, int]]:
-    """The heads of a layer, or those of one key head: of several query heads under grouped-query attention."""
+    """Return the heads of a layer, or those that share one key head (several under grouped-query attention)."""
     return {(head.layer, head.head) for head in result.heads if head.layer == layer and kv_head in (None, head.kv_head)}
 
 
@@ -212,9 +200,8 @@ def test_rounding_to_bfloat16_is_recognised(name):
 
 def test_rounding_is_recognised_if_some_weights_stay_in_float32_and_if_the_model_runs_in_bfloat16():
     def round_matrices(second: Any) -> None:
-        for weight in second.parameters():
-            if weight.dim() > 1:
-                weight.copy_(weight.bfloat16())
+        for weight in (weight for weight in second.parameters() if weight.dim() > 1):
+            weight.copy_(weight.bfloat16())
 
     own = model("tiny bert")
     result = compared(own, changed(own, round_matrices), source="weights")
@@ -304,7 +291,7 @@ def test_a_saved_swap_is_compared_under_its_own_kernel(tmp_path):
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> Path:
-    """Two reports with their windows, of the demo and of the demo with a damaged head."""
+    """Write two reports with their windows: of the demo, and of the demo with a damaged head."""
     folder = tmp_path_factory.mktemp("reports")
     other, text = damaged("demo", ("W_K shuffled", 2)), folder / "text.txt"
     for part in (other.model, other.tokenizer):
@@ -410,7 +397,7 @@ def test_the_program_writes_every_kind_of_file_and_refuses_with_exit_code_2(repo
 
 
 def own_kl(first: loading.Loaded, second: loading.Loaded) -> torch.Tensor:
-    """KL(P ‖ P') of each head of the first layer, whose inputs are the same, by eager attention in float64."""
+    """Compute KL(P ‖ P') of each head of the first layer, whose inputs are the same, by eager attention in float64."""
     probabilities = []
     for side in (first, second):
         model = copy.deepcopy(side.model).double()
@@ -423,27 +410,23 @@ def own_kl(first: loading.Loaded, second: loading.Loaded) -> torch.Tensor:
     return (p * (p / q).log()).sum(-1).mean((0, 2))
 
 
-def interleaved(layers: tuple[int, ...], key_heads: tuple[int, ...]) -> Callable[[Any], None]:
-    """The rows of W_Q and W_K of some heads in the order that GPT-J rotates, not in that of LLaMA."""
+def interleaved(layers: tuple[int, ...], first: int) -> Callable[[Any], None]:
+    """Put the rows of W_Q and W_K, for key heads from `first` on, into GPT-J's order for RoPE instead of LLaMA's."""
 
     def change(model: Any) -> None:
-        order = torch.arange(10).view(2, -1).T.flatten()
-        for attention in (model.model.layers[layer].self_attn for layer in layers):
-            queries = [3 * key + place for key in key_heads for place in range(3)]
-            for linear, heads in ((attention.q_proj, queries), (attention.k_proj, key_heads)):
-                for tensor in linear.parameters():
-                    for rows in (tensor[10 * head : 10 * (head + 1)] for head in heads):
-                        rows.copy_(rows[order].clone())
+        for layer in layers:
+            for role, head in (("query", 3 * first), ("key", first)):
+                reorder_rows(interleave, role, heads=slice(head, None))(find_layers(model)[layer])
 
     return change
 
 
-@pytest.mark.parametrize(("layers", "key_heads"), [((0,), (1,)), pytest.param((0, 1), (0, 1), marks=FULL)])
-def test_a_lost_rope_permutation_changes_attention_but_not_the_form(layers, key_heads):
+@pytest.mark.parametrize(("layers", "first"), [((0,), 1), pytest.param((0, 1), 0, marks=FULL)])
+def test_a_lost_rope_permutation_changes_attention_but_not_the_form(layers, first):
     own = model("tiny llama")
-    other = changed(own, interleaved(layers, key_heads))
+    other = changed(own, interleaved(layers, first))
     result, weights = compared(own, other), compared(own, other, source="weights")
-    heads = {(layer, 3 * key + place) for layer in layers for key in key_heads for place in range(3)}
+    heads = {(layer, head) for layer in layers for head in range(3 * first, 6)}
     assert {(head.layer, head.head) for head in result.heads if head.relation == "same form"} == heads
     assert max(row.delta for row in rows(result, "compare.form_change").values()) < 1e-6
     expected = own_kl(own, other)
@@ -468,9 +451,9 @@ def test_a_gauge_keeps_attention_unless_biases_stay_behind():
                 tensor.mul_((scales**power).repeat(heads).view(-1, *[1] * (tensor.ndim - 1)))
 
     def scale_without_biases(model: Any) -> None:
-        attention = model.bert.encoder.layer[0].attention.self
-        attention.query.weight.mul_(2)
-        attention.key.weight.div_(2)
+        weights = find_layers(model)[0].weights
+        weights["query"].mul_(2)
+        weights["key"].div_(2)
 
     own = model("tiny llama")
     notes = " ".join(compared(own, changed(own, scale_pairs)).notes)
@@ -518,11 +501,10 @@ def test_an_ill_conditioned_change_of_basis_is_significant_but_too_small_to_matt
 def test_a_small_training_step_changes_the_form_by_more_than_rounding_and_too_little_to_matter():
     def train(model: Any) -> None:
         generator = torch.Generator().manual_seed(0)
-        for layer in model.bert.encoder.layer:
-            for weight in (layer.attention.self.query.weight, layer.attention.self.key.weight):
-                weight.add_(
-                    torch.randn(weight.shape, generator=generator) * weight.norm() * 3e-5 / weight.numel() ** 0.5
-                )
+        for layer in find_layers(model):
+            for weight in (layer.weights["query"], layer.weights["key"]):
+                noise = torch.randn(weight.shape, generator=generator)
+                weight.add_(noise * weight.norm() * 3e-5 / weight.numel() ** 0.5)
 
     own = model("tiny bert")
     other = changed(own, train)
@@ -599,8 +581,8 @@ def test_a_lifted_sliding_window_is_the_heads_own_change():
 
 def test_a_scale_is_part_of_the_form():
     def halved(model: Any) -> None:
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.div_(2)
+        for layer in find_layers(model):
+            layer.weights["query"].div_(2)
 
     own = model("tiny gemma2")
     result = compared(own, changed(own, query_pre_attn_scalar=6), source="weights")

@@ -11,18 +11,19 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import damage
 import loaded
 import planted_causes
 import pytest
 import tiny
 import torch
 import transformers as tf
+from loaded import changed
+from planted_causes import DAMAGES, find_layers, fold, fold_last
 
 import attnlens
 from attnlens.maths.diagnosis.values import PRECISION
 from attnlens.models import loading
-from attnlens.records import Comparison, Finding, MeasureChange, Outcome, PredictionChange
+from attnlens.records import Comparison, Finding, MeasureChange, Outcome
 from attnlens.records.comparison import ON_FORMS
 from attnlens.report.findings import find, next_commands
 from attnlens.report.shapes import Shapes
@@ -33,6 +34,7 @@ from attnlens.runs.inspect.pipeline import prepare, survey
 from attnlens.runs.progress import silent
 
 FULL = pytest.mark.full
+INTERLEAVED, ONE_HEAD = "rows of q and k interleaved", "rows of k interleaved, one head"
 
 
 @functools.cache
@@ -51,21 +53,8 @@ def model(name: str) -> loading.Loaded:
     return loaded.family(name)
 
 
-def changed(own: loading.Loaded, *changes: Callable[[Any], object], **settings: Any) -> loading.Loaded:
-    """A copy of the model after changes of its weights, with other settings."""
-    config = copy.deepcopy(own.model.config)
-    for name, value in settings.items():
-        setattr(config, name, value)
-    second = type(own.model)(config).eval()
-    second.load_state_dict(own.model.state_dict(), strict=False)
-    with torch.no_grad():
-        for change in changes:
-            change(second)
-    return loading.Loaded(second, own.tokenizer, "", own.info, own.kind)
-
-
 def described(first: loading.Loaded, second: loading.Loaded) -> dict[str, Any]:
-    """What `compare` says of configs, tensors and causes, without comparing heads."""
+    """Return what `compare` reports on configs, tensors and causes, without comparing heads."""
     request = InspectRequest(source="weights", analyzers=["symmetry"])
     sides = [survey(prepare(side, request, None, silent)) for side in (first, second)]
     sites = {a.site: b.site for a, b in zip(sides[0].site_calls, sides[1].site_calls, strict=True)}
@@ -73,100 +62,47 @@ def described(first: loading.Loaded, second: loading.Loaded) -> dict[str, Any]:
 
 
 def causes(first: loading.Loaded, second: loading.Loaded) -> list[tuple[str, list[int], list[int]]]:
-    """The hypotheses with their layers and heads."""
+    """Return the hypothesis, layers and heads of each cause."""
     return [(each.hypothesis, each.layers, each.heads) for each in described(first, second)["diagnosis"]]
 
 
-def rows(own: loading.Loaded, head: int, group: int = 1) -> slice:
-    config = own.model.config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return slice(head * size, (head + group) * size)
+def plant(name: str, layer: int) -> Callable[[Any], object]:
+    """Return a change that plants a damage of planted_causes.DAMAGES in one layer."""
+    return lambda second: DAMAGES[name].change(find_layers(second)[layer])
 
 
-def interleave(own: loading.Loaded, layer: int, heads: list[int] | None = None) -> Callable[[Any], None]:
-    """Interleave the rows of queries and keys, of all heads or of these key heads with their query heads."""
-    config = own.model.config
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    group = config.num_attention_heads // kv_heads
+def adapt(layer: int) -> Callable[[Any], None]:
+    """Add an update of rank 2 to W_Q and W_V."""
+    return lambda second: planted_causes.adapt(2, "query", "value")(find_layers(second)[layer])
+
+
+def quantise(layer: int) -> Callable[[Any], None]:
+    """Round each row of W_Q and W_K to 16 levels."""
 
     def change(second: Any) -> None:
-        parts = damage.layers(second)[layer]
-        for head in range(kv_heads) if heads is None else heads:
-            places = [(parts.key, head), *((parts.query, head * group + place) for place in range(group))]
-            for projection, place in places:
-                for tensor in (part for part in projection if part is not None):
-                    part = tensor[rows(own, place)]
-                    order = torch.arange(len(part)).view(2, -1).T.flatten()
-                    part.copy_(part[order].clone())
+        for part in (find_layers(second)[layer].weights[role] for role in ("query", "key")):
+            part.copy_(planted_causes.round_values(part.flatten(0, 1), 4).reshape(part.shape))
 
     return change
 
 
-def exchange(layer: int) -> Callable[[Any], None]:
+def round_off(*names: str) -> Callable[[Any], None]:
+    """Round these tensors, by default all, to bfloat16."""
+
     def change(second: Any) -> None:
-        parts = damage.layers(second)[layer]
-        for query, key in zip(parts.query, parts.key, strict=True):
-            if query is not None and key is not None:
-                held = query.clone()
-                query.copy_(key)
-                key.copy_(held)
+        for name in names or dict(second.named_parameters()):
+            second.get_parameter(name).copy_(second.get_parameter(name).bfloat16())
 
     return change
 
 
-def adapt(layer: int, rank: int = 2) -> Callable[[Any], None]:
-    """Add an update of that rank, 3 % of their size, to W_Q and W_V."""
+def disturb(*names: str, size: float = 0.3) -> Callable[[Any], None]:
+    """Add noise to these tensors, by default to all, of `size` times their spread."""
 
     def change(second: Any) -> None:
-        generator, parts = torch.Generator().manual_seed(1), damage.layers(second)[layer]
-        for weight in (parts.query[0], parts.value[0]):
-            factors = [torch.randn(side, rank, generator=generator) for side in weight.shape]
-            update = factors[0] @ factors[1].T
-            weight.add_(0.03 * update * weight.norm() / update.norm())
-
-    return change
-
-
-def scale(layer: int, factor: float) -> Callable[[Any], None]:
-    def change(second: Any) -> None:
-        for part in damage.layers(second)[layer].query:
-            if part is not None:
-                part.mul_(factor)
-
-    return change
-
-
-def drop_bias(role: str, layer: int) -> Callable[[Any], None]:
-    return lambda second: getattr(damage.layers(second)[layer], role)[1].zero_()
-
-
-def cast(second: Any) -> None:
-    for weight in second.parameters():
-        weight.copy_(weight.bfloat16())
-
-
-def quantise(layer: int, bits: int = 4) -> Callable[[Any], None]:
-    def change(second: Any) -> None:
-        for weight, _ in (getattr(damage.layers(second)[layer], role) for role in ("query", "key")):
-            low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
-            step = (high - low) / (2**bits - 1)
-            weight.copy_(((weight - low) / step).round() * step + low)
-
-    return change
-
-
-def transpose_output(layer: int) -> Callable[[Any], None]:
-    def change(second: Any) -> None:
-        output = damage.layers(second)[layer].output[0]
-        output.copy_(output.T.clone())
-
-    return change
-
-
-def noise(size: float) -> Callable[[Any], None]:
-    def change(second: Any) -> None:
-        generator = torch.Generator().manual_seed(2)
-        for weight in second.parameters():
+        for number, name in enumerate(names or dict(second.named_parameters())):
+            weight = second.get_parameter(name)
+            generator = torch.Generator().manual_seed(number)
             weight.add_(size * weight.std() * torch.randn(weight.shape, generator=generator))
 
     return change
@@ -185,7 +121,7 @@ def test_planted_damage_is_named_with_its_layer_and_heads(name):
     own = model(name)
     grouped = name == "smollm2"
     heads = [3, 4, 5] if grouped else [1]
-    second = changed(own, interleave(own, 0, [1]), quantise(1), adapt(2), transpose_output(3))
+    second = changed(own, plant(ONE_HEAD, 0), quantise(1), adapt(2), plant("o transposed", 3))
     expected = [
         ("interleaved rows", [0], heads),
         ("quantised to 4 bits", [1], []),
@@ -194,85 +130,68 @@ def test_planted_damage_is_named_with_its_layer_and_heads(name):
     ]
     assert sorted(causes(own, second)) == sorted(expected)
     if not grouped:
-        second = changed(own, exchange(0), drop_bias("query", 1), scale(2, own.model.config.hidden_size**0.5))
+        second = changed(own, plant("q and k exchanged", 0), plant("bias of q lost", 1), plant("q times √head_dim", 2))
         assert sorted(causes(own, second)) == [("bias dropped", [1], []), ("exchanged", [0], []), ("scaled", [2], [])]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_causes_in_one_layer_are_named_together(name):
     own = model(name)
-    second = changed(own, interleave(own, 0), interleave(own, 1), quantise(1), adapt(2), interleave(own, 2, [0]))
+    twice = plant(INTERLEAVED, 1), quantise(1)
+    second = changed(own, plant(INTERLEAVED, 0), *twice, adapt(2), plant(ONE_HEAD, 2))
     found = causes(own, second)
     assert ("interleaved rows", [0, 1], []) in found
     assert ("quantised to 4 bits", [1], []) in found
     assert any(each[:2] == ("rank 2 update", [2]) for each in found)
     assert any(each[:2] == ("interleaved rows", [2]) and each[2] for each in found)
     assert len(found) == 4
-    second = changed(own, interleave(own, 1), cast)
+    second = changed(own, plant(INTERLEAVED, 1), round_off())
     assert ("interleaved rows", [1], []) in causes(own, second)
     if name != "smollm2":
-        second = changed(own, interleave(own, 1), drop_bias("key", 1))
+        second = changed(own, plant("rows interleaved, bias of k lost", 1))
         assert sorted(causes(own, second)) == [("bias dropped", [1], []), ("interleaved rows", [1], [])]
 
 
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        *(("gpt2", 1e-2), ("gemma2", 0.3)),
+        *(("gpt2", 1e-2), ("gemma2", 0.3), ("bloom", 0.3)),  # BLOOM's attention accepts one sequence only
         *(pytest.param(name, 0.3, marks=FULL) for name in ("demo", "qwen3", "minilm")),
         *(pytest.param(name, 1e-2, marks=FULL) for name in ("demo", "gemma2", "qwen3", "minilm")),
     ],
 )
 def test_noise_is_not_explained(name, size):
     own = model(name)
-    assert {hypothesis for hypothesis, *_ in causes(own, changed(own, noise(size)))} == {"not explained"}
+    assert {hypothesis for hypothesis, *_ in causes(own, changed(own, disturb(size=size)))} == {"not explained"}
 
 
 def test_norms_of_queries_and_keys():
     own = model("qwen3")
 
-    def lose_gain(second: Any) -> None:
-        second.model.layers[1].self_attn.q_norm.weight.fill_(1)
-
     def shift_gain(second: Any) -> None:
-        second.model.layers[0].self_attn.k_norm.weight.add_(1)
+        find_layers(second)[0].gains[1].weight.add_(1)
 
-    assert causes(own, changed(own, lose_gain)) == [("gain dropped", [1], [])]
+    assert causes(own, changed(own, plant("gain of q lost", 1))) == [("gain dropped", [1], [])]
     assert causes(own, changed(own, shift_gain)) == [("gain offset", [0], [])]
-
-    def interleave_all(second: Any) -> None:
-        attention = second.model.layers[1].self_attn
-        order = torch.arange(10).view(2, -1).T.flatten()
-        for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
-            norm.weight.copy_(norm.weight[order].clone())
-            by_head = projection.weight.view(-1, 10, 48)
-            by_head.copy_(by_head[:, order].clone())
-
-    (cause,) = described(own, changed(own, interleave_all))["diagnosis"]
+    interleaved = plant("rows of q, k and gains interleaved", 1)
+    (cause,) = described(own, changed(own, interleaved))["diagnosis"]
     assert cause.hypothesis == "interleaved rows"
     assert cause.tensors == ["query.weight", "query.gain", "key.weight", "key.gain"]
     assert cause.repair == "permute the rows of W_Q and W_K from interleaved to half-split"
 
 
-def fold(norm: torch.nn.Module, *readers: torch.nn.Linear) -> None:
-    """Multiply the columns of these matrices by the norm's gain, and set the gain to 1; add W b to their biases."""
-    bias = getattr(norm, "bias", None)
-    for reader in readers:
-        if bias is not None:
-            reader.bias += reader.weight @ bias
-        reader.weight *= norm.weight
-    norm.weight.fill_(1)
-    if bias is not None:
-        bias.zero_()
+def read_by(*readers: torch.nn.Linear) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return matrices that read a norm, and their biases, for planted_causes.fold."""
+    return [(reader.weight, reader.bias) for reader in readers]
 
 
 def test_a_folded_norm_is_harmless_if_all_matrices_took_it():
     own = model("llama")
 
     def fold_all(second: Any) -> None:
-        for layer in second.model.layers:
-            fold(layer.input_layernorm, *(getattr(layer.self_attn, f"{role}_proj") for role in "qkv"))
-            fold(layer.post_attention_layernorm, layer.mlp.gate_proj, layer.mlp.up_proj)
+        for number, layer in enumerate(second.model.layers):
+            plant("norm folded", number)(second)
+            fold(layer.post_attention_layernorm, read_by(layer.mlp.gate_proj, layer.mlp.up_proj))
 
     second = changed(own, fold_all)
     ids = torch.arange(5, 21)[None]
@@ -280,11 +199,7 @@ def test_a_folded_norm_is_harmless_if_all_matrices_took_it():
     found = described(own, second)["diagnosis"]
     assert [(each.hypothesis, each.layers, each.harmless) for each in found] == [("norm folded", [0, 1], True)] * 2
 
-    def forget_values(second: Any) -> None:
-        layer = second.model.layers[1]
-        fold(layer.input_layernorm, layer.self_attn.q_proj, layer.self_attn.k_proj)
-
-    (cause,) = described(own, changed(own, forget_values))["diagnosis"]
+    (cause,) = described(own, changed(own, plant("norm folded into q and k", 1)))["diagnosis"]
     assert (cause.hypothesis, cause.layers, cause.harmless) == ("norm folded", [1], False)
     assert "but W_V is unchanged" in cause.text
 
@@ -294,7 +209,7 @@ def test_a_norm_whose_output_is_a_residual_cannot_be_folded():
 
     def fold_first(second: Any) -> None:
         layer = second.bert.encoder.layer[1]
-        fold(layer.attention.output.LayerNorm, layer.intermediate.dense)
+        fold(layer.attention.output.LayerNorm, read_by(layer.intermediate.dense))
 
     (cause,) = described(own, changed(own, fold_first))["diagnosis"]
     assert (cause.hypothesis, cause.layers, cause.harmless) == ("norm folded", [1], False)
@@ -305,16 +220,13 @@ def test_a_norm_whose_output_is_a_residual_cannot_be_folded():
 def test_the_norm_of_cross_attention_can_be_folded_into_its_queries(name):
     own = model(name)
 
-    def fold_cross(second: Any, noise: float = 0) -> None:
-        block = second.decoder.block[1].layer[1] if name == "t5" else second.model.decoder.layers[1]
-        norm = block.layer_norm if name == "t5" else block.encoder_attn_layer_norm
-        query = block.EncDecAttention.q if name == "t5" else block.encoder_attn.q_proj
-        fold(norm, query)
-        query.weight += noise * torch.randn(query.weight.shape, generator=torch.Generator().manual_seed(1))
-
-    (cause,) = described(own, changed(own, fold_cross))["diagnosis"]
+    folded = plant("norm of cross-attention folded", 3)
+    (cause,) = described(own, changed(own, folded))["diagnosis"]
     assert (cause.hypothesis, cause.layers, cause.harmless) == ("norm folded", [5], True)
-    found = described(own, changed(own, lambda second: fold_cross(second, 0.1)))["diagnosis"]
+    query = (
+        "decoder.block.1.layer.1.EncDecAttention.q" if name == "t5" else "model.decoder.layers.1.encoder_attn.q_proj"
+    )
+    found = described(own, changed(own, folded, disturb(f"{query}.weight")))["diagnosis"]
     assert not any(cause.harmless for cause in found)
 
 
@@ -323,7 +235,7 @@ def test_a_norm_before_cross_attention_whose_output_is_a_residual_cannot_be_fold
 
     def fold_cross(second: Any) -> None:
         layer = second.model.decoder.layers[1]
-        fold(layer.self_attn_layer_norm, layer.encoder_attn.q_proj)
+        fold(layer.self_attn_layer_norm, read_by(layer.encoder_attn.q_proj))
 
     assert not any(cause.harmless for cause in described(own, changed(own, fold_cross))["diagnosis"])
 
@@ -332,17 +244,12 @@ def test_a_norm_before_cross_attention_whose_output_is_a_residual_cannot_be_fold
 def test_the_last_norm_can_be_folded_into_the_output_matrix(tied):
     own = changed(model("llama"), tie_word_embeddings=tied)
 
-    def fold_last(second: Any, noise: float = 0) -> None:
-        output = second.lm_head
-        fold(second.model.norm, output)
-        output.weight += noise * torch.randn(output.weight.shape, generator=torch.Generator().manual_seed(1))
-
     second = changed(own, fold_last, tie_word_embeddings=False)
     ids = torch.arange(5, 21)[None]
     torch.testing.assert_close(own.model(ids).logits, second.model(ids).logits)
     (cause,) = described(own, second)["diagnosis"]
     assert (cause.hypothesis, cause.layers, cause.harmless) == ("norm folded", [], True)
-    other = changed(own, lambda second: fold_last(second, 0.1), tie_word_embeddings=False)
+    other = changed(own, fold_last, disturb("lm_head.weight"), tie_word_embeddings=False)
     found = {cause.hypothesis for cause in described(own, other)["diagnosis"]}
     assert found == {"gain dropped", "output matrix not tied" if tied else "not explained"}
 
@@ -352,55 +259,34 @@ def test_the_last_norm_can_be_folded_into_the_output_matrix(tied):
     [*("rows of q and k interleaved", "heads of v reordered"), pytest.param("heads of q reordered", marks=FULL)],
 )
 def test_attention_that_accepts_one_sequence_only_has_heads(damage_name):
-    """BLOOM's position bias is made for the number of sequences in the batch."""
-    own, planted = model("bloom"), planted_causes.DAMAGES[damage_name]
-    second = changed(own, lambda second: planted.change(planted_causes.find_layers(second)[1]))
-    ((hypothesis, layers, _),) = causes(own, second)
-    assert re.search(planted.expected, hypothesis)
+    """BLOOM's position bias has the number of sequences in its shape."""
+    own = model("bloom")
+    ((hypothesis, layers, _),) = causes(own, changed(own, plant(damage_name, 1)))
+    assert re.search(DAMAGES[damage_name].expected, hypothesis)
     assert layers == [1]
 
 
 def test_a_cause_is_named_in_a_layer_whose_inputs_are_nan():
     own = model("bloom")
 
-    def spoil(second: Any) -> None:
-        first, later = planted_causes.find_layers(second)
-        planted_causes.DAMAGES["NaN in k"].change(first)
-        planted_causes.DAMAGES["q and k exchanged"].change(later)
-
-    assert {(hypothesis, *layers) for hypothesis, layers, _ in causes(own, changed(own, spoil))} == {
-        ("not finite", 0),
-        ("exchanged", 1),
-    }
+    second = changed(own, plant("NaN in k", 0), plant("q and k exchanged", 1))
+    found = {(hypothesis, *layers) for hypothesis, layers, _ in causes(own, second)}
+    assert found == {("not finite", 0), ("exchanged", 1)}
 
 
 @pytest.mark.parametrize("damage_name", ["fused matrix split flat", "fused matrix split by head"])
 def test_a_wrong_split_is_named_if_the_model_lacks_one_of_the_biases(damage_name):
     own = model("whisper")
-    second = changed(
-        own, lambda second: planted_causes.DAMAGES[damage_name].change(planted_causes.find_layers(second)[1])
-    )
-    assert [hypothesis for hypothesis, *_ in causes(own, second)] == ["wrong split"]
-
-
-def test_disturbed_attention_that_accepts_one_sequence_only_is_not_explained():
-    own = model("bloom")
-    disturbed = changed(own, disturb("transformer.h.1.self_attention.query_key_value.weight"))
-    assert {hypothesis for hypothesis, *_ in causes(own, disturbed)} == {"not explained"}
+    found = causes(own, changed(own, plant(damage_name, 1)))
+    assert [hypothesis for hypothesis, *_ in found] == ["wrong split"]
 
 
 def test_gains_stored_as_one_plus_g_and_another_scale_and_softcap():
     own = model("gemma2")
 
-    def shift(second: Any) -> None:
-        for layer in second.model.layers:
-            layer.input_layernorm.weight.add_(1)
-
-    def lose(second: Any) -> None:
-        second.model.layers[1].input_layernorm.weight.zero_()  # Gemma's gain is 1 + w
-
-    assert causes(own, changed(own, shift)) == [("gain offset", [0, 1], [])]
-    assert causes(own, changed(own, lose)) == [("gain dropped", [1], [])]
+    shifts = [plant("norm's gain + 1", layer) for layer in (0, 1)]
+    assert causes(own, changed(own, *shifts)) == [("gain offset", [0, 1], [])]
+    assert causes(own, changed(own, plant("norm's gain lost", 1))) == [("gain dropped", [1], [])]
     found = described(own, changed(own, query_pre_attn_scalar=6, attn_logit_softcapping=None))
     assert {change.field for change in found["config"]} == {"query_pre_attn_scalar", "attn_logit_softcapping"}
     assert {cause.hypothesis for cause in found["diagnosis"]} == {"another scale", "another softcap"}
@@ -440,16 +326,16 @@ def test_another_rope_is_named_with_its_config_fields(text):
 
 def test_gains_stored_without_their_one_are_rounded_as_they_are_stored():
     own = model("gemma2")
-    found = described(own, changed(own, cast))["diagnosis"]
+    found = described(own, changed(own, round_off()))["diagnosis"]
     assert [(cause.hypothesis, cause.layers) for cause in found] == [("rounded to bfloat16", [0, 1])]
 
 
 def replace_layers(own: loading.Loaded, sources: dict[int, int]) -> Callable[[Any], None]:
-    """Give each of these layers the tensors of another."""
+    """Give each layer in `sources` the tensors of another layer."""
 
     def change(second: Any) -> None:
         for layer, source in sources.items():
-            first, block = (damage.layers(side)[place].block for side, place in ((own.model, source), (second, layer)))
+            first, block = (find_layers(side)[place].block for side, place in ((own.model, source), (second, layer)))
             shared = {name: part for name, part in first.state_dict().items() if name in block.state_dict()}
             block.load_state_dict(block.state_dict() | shared)
 
@@ -478,25 +364,20 @@ def test_one_tensor_of_another_layer_and_further_changes_are_named():
     own = model("four layers of gpt2")
 
     def move(second: Any) -> None:
-        parts = damage.layers(second)
-        parts[2].key[0].copy_(parts[0].key[0].clone())
+        parts = find_layers(second)
+        parts[2].weights["key"].copy_(parts[0].weights["key"].clone())
 
     (cause,) = described(own, changed(own, move))["diagnosis"]
     assert (cause.layers, cause.text) == ([2], "W_K is that of layer 0")
-    found = causes(own, changed(own, replace_layers(own, {1: 2, 2: 1}), adapt(2), drop_bias("query", 3)))
+    found = causes(own, changed(own, replace_layers(own, {1: 2, 2: 1}), adapt(2), plant("bias of q lost", 3)))
     assert found == [("bias dropped", [3], []), ("rank 2 update", [2], []), ("exchanged layers", [1, 2], [])]
 
 
 def test_encoder_and_decoder_layers_are_not_confused():
     own = model("t5")
 
-    def exchange_blocks(second: Any) -> None:
-        blocks = second.decoder.block[:2]
-        states = [copy.deepcopy(block.state_dict()) for block in blocks]
-        for block, state in zip(blocks, reversed(states), strict=True):
-            block.load_state_dict(state, strict=False)
-
-    report = attnlens.compare(own, changed(own, exchange_blocks), source="weights", analyzers="symmetry")
+    second = changed(own, replace_layers(own, {2: 3, 3: 2}))
+    report = attnlens.compare(own, second, source="weights", analyzers="symmetry")
     names = {report.model.layer_name(layer) for cause in report.comparison.diagnosis for layer in cause.layers}
     assert names == {"decoder.0", "decoder.1", "cross.0", "cross.1"}
     assert {cause.hypothesis for cause in report.comparison.diagnosis} == {"exchanged layers"}
@@ -504,39 +385,23 @@ def test_encoder_and_decoder_layers_are_not_confused():
     assert pairs == {"decoder.0 and decoder.1 are exchanged", "cross.0 and cross.1 are exchanged"}
 
 
-def test_equal_causes_outside_of_layers_share_a_line():
-    own = model("gpt2")
-
-    def shift(second: Any) -> None:
-        for name in ("wte", "wpe"):
-            second.transformer.get_submodule(name).weight.mul_(3)
-
-    (cause,) = described(own, changed(own, shift))["diagnosis"]
-    assert cause.text == "transformer.wte.weight and transformer.wpe.weight are multiplied by 3"
-
-
-@pytest.mark.parametrize("rounded", [False, True])
-def test_heads_of_a_layer_that_shares_its_position_bias_cannot_be_reordered(rounded):
-    own = model("t5")
-
-    def reorder(second: Any) -> None:
-        attention = second.encoder.block[1].layer[0].SelfAttention
-        for name in "qkv":
-            weight = attention.get_submodule(name).weight
-            weight.copy_(weight.view(4, -1, 40).roll(1, 0).reshape(weight.shape))
-        attention.o.weight.copy_(attention.o.weight.view(40, 4, -1).roll(1, 1).reshape(attention.o.weight.shape))
-        if rounded:
-            cast(second)
-
-    found = described(own, changed(own, reorder))["diagnosis"]
-    assert [cause.hypothesis for cause in found if cause.hypothesis not in PRECISION] == ["heads out of order"]
-    assert "but position bias is unchanged" in found[0].text
-    assert not any(cause.harmless for cause in found)
+@pytest.mark.parametrize(("name", "rounded"), [("t5", False), ("t5", True), ("llama", False)])
+def test_heads_that_leave_their_position_bias_behind_are_damage(name, rounded):
+    """T5 stores the bias of all layers in the first layer."""
+    own = model(name)
+    found = described(own, changed(own, plant("heads reordered in all", 1), *([round_off()] if rounded else [])))[
+        "diagnosis"
+    ]
+    (cause,) = (each for each in found if each.hypothesis not in PRECISION)
+    expected = ("heads out of order", False) if name == "t5" else ("reordered heads", True)
+    assert (cause.hypothesis, cause.harmless) == expected
+    assert ("but position bias is unchanged" in cause.text) is (name == "t5")
+    assert name == "llama" or not any(each.harmless for each in found)
 
 
 def test_a_rope_and_rows_can_both_differ():
     own = model("llama")
-    second = changed(own, interleave(own, 1), rope_parameters=own.model.config.rope_parameters | {"rope_theta": 5e5})
+    second = changed(own, plant(INTERLEAVED, 1), rope_parameters=own.model.config.rope_parameters | {"rope_theta": 5e5})
     assert sorted(causes(own, second)) == [("another rotation", [0, 1], []), ("interleaved rows", [1], [])]
 
 
@@ -550,36 +415,25 @@ def test_missing_biases_are_dropped_biases_and_tensors_of_one_model():
 
 def test_a_key_bias_changes_attention_only_under_rope():
     own = model("bert")
-    (cause,) = described(own, changed(own, drop_bias("key", 1)))["diagnosis"]
+    (cause,) = described(own, changed(own, plant("bias of k lost", 1)))["diagnosis"]
     assert (cause.hypothesis, cause.harmless) == ("bias dropped", True)
     assert "without RoPE, a key bias does not change attention" in cause.text
     own = model("llama")
-    (cause,) = described(own, changed(own, drop_bias("key", 1)))["diagnosis"]
+    (cause,) = described(own, changed(own, plant("bias of k lost", 1)))["diagnosis"]
     assert (cause.hypothesis, cause.harmless) == ("bias dropped", False)
 
 
 def test_another_number_of_key_heads():
     own = model("llama")
-    weights = own.model.state_dict()
 
-    def expand(tiled: bool) -> Callable[[Any], None]:
-        def change(second: Any) -> None:
-            for name, part in second.named_parameters():
-                if "k_proj" in name or "v_proj" in name:
-                    heads = weights[name].view(2, 10, *weights[name].shape[1:])
-                    wide = torch.cat([heads] * 3) if tiled else heads.repeat_interleave(3, 0)
-                    part.copy_(wide.flatten(0, 1))
-
-        return change
-
-    def build(tiled: bool) -> loading.Loaded:
-        config = copy.deepcopy(own.model.config)
+    def build(*, tiled: bool) -> loading.Loaded:
+        config, weights = copy.deepcopy(own.model.config), own.model.state_dict()
         config.num_key_value_heads = 6
+        for name in [name for name in weights if "k_proj" in name or "v_proj" in name]:
+            heads = weights[name].unflatten(0, (2, 10))
+            weights[name] = (torch.cat([heads] * 3) if tiled else heads.repeat_interleave(3, 0)).flatten(0, 1)
         second = type(own.model)(config).eval()
-        kept = {name: part for name, part in weights.items() if "k_proj" not in name and "v_proj" not in name}
-        second.load_state_dict(kept, strict=False)
-        with torch.no_grad():
-            expand(tiled)(second)
+        second.load_state_dict(weights)
         return loading.Loaded(second, own.tokenizer, "", own.info, own.kind)
 
     assert causes(own, build(tiled=True)) == [("tiled key heads", [0, 1], [])]
@@ -588,21 +442,15 @@ def test_another_number_of_key_heads():
 
 
 def compared(first: loading.Loaded, second: loading.Loaded, **options: Any) -> tuple[Comparison, dict[str, str]]:
-    """The comparison, and the answers to its questions."""
+    """Return the comparison, and the answers to its questions."""
     options = {"windows": 2, "length": 16} | options
     report = attnlens.compare(first, second, analyzers="symmetry", **options)
-    return report.comparison, {finding.question: finding.answer for finding in find(Shapes(report))}
+    return report.comparison, {finding.question: finding.answer for finding in findings(report)}
 
 
 def test_heads_reordered_only_in_queries_and_keys_are_damage():
     own = model("qwen3")
-
-    def swap_groups(second: Any) -> None:
-        attention = second.model.layers[-1].self_attn
-        for projection, step in ((attention.q_proj, 30), (attention.k_proj, 10)):
-            projection.weight.copy_(projection.weight.roll(step, 0).clone())
-
-    result, answers = compared(own, changed(own, swap_groups))
+    result, answers = compared(own, changed(own, plant("heads of q and k reordered", 1)))
     assert all(head.partner == head.head for head in result.heads)
     assert answers["Changed?"].startswith("6 of 12 heads changed")
     assert answers["Cause?"] == (
@@ -623,9 +471,9 @@ def test_settings_that_change_hidden_states_are_listed():
 def test_first_lines_and_the_repair_of_a_lost_permutation():
     own = model("llama")
     report = attnlens.compare(
-        own, changed(own, interleave(own, 0), rms_norm_eps=1e-3), analyzers="symmetry", windows=2, length=16
+        own, changed(own, plant(INTERLEAVED, 0), rms_norm_eps=1e-3), analyzers="symmetry", windows=2, length=16
     )
-    first, second, third = find(Shapes(report))[:3]
+    first, second, third = findings(report)[:3]
     assert (first.question, first.answer) == ("Same weights?", "No: 4 of 29 tensors differ.")
     assert (second.question, second.answer) == ("Same config?", "No: rms_norm_eps 1e-06 → 0.001.")
     assert (third.question, third.answer) == (
@@ -643,7 +491,7 @@ def test_weights_in_files_are_compared_layer_by_layer(tmp_path, monkeypatch):
     from attnlens.models.loading.deferred import DeferredWeights
 
     own = model("llama")
-    other = changed(own, interleave(own, 1), cast)
+    other = changed(own, plant(INTERLEAVED, 1), round_off())
     for name, side in (("first", own), ("second", other)):
         side.model.save_pretrained(tmp_path / name)
         side.tokenizer.save_pretrained(tmp_path / name)
@@ -687,28 +535,8 @@ def test_weights_in_files_are_compared_layer_by_layer(tmp_path, monkeypatch):
     assert all(row.p is None and not row.named for row in result.rows)
 
 
-def disturb(*names: str) -> Callable[[Any], None]:
-    """Add noise to these tensors, 30 % of their spread."""
-
-    def change(second: Any) -> None:
-        for number, name in enumerate(names):
-            weight = second.get_parameter(name)
-            generator = torch.Generator().manual_seed(number)
-            weight.add_(0.3 * weight.std() * torch.randn(weight.shape, generator=generator))
-
-    return change
-
-
-def round_only(*names: str) -> Callable[[Any], None]:
-    def change(second: Any) -> None:
-        for name in names:
-            second.get_parameter(name).copy_(second.get_parameter(name).bfloat16())
-
-    return change
-
-
 def placed(first: loading.Loaded, second: loading.Loaded) -> list[tuple[list[int], list[str]]]:
-    """The layers and tensors of each cause."""
+    """Return the layers and tensors of each cause."""
     return [(cause.layers, cause.tensors) for cause in described(first, second)["diagnosis"]]
 
 
@@ -743,9 +571,9 @@ def test_unexplained_tensors_and_roundings_are_merged_only_if_they_are_the_same(
     )
     assert (first.text.split()[0], second.text.split()[0]) == ("mlp.up_proj.weight", "W_K")
     assert placed(own, changed(own, disturb(keys.format(0), keys.format(1)))) == [([0, 1], ["key.weight"])]
-    parts = round_only(up.format(0), keys.format(1))
+    parts = round_off(up.format(0), keys.format(1))
     assert placed(own, changed(own, parts)) == [([0], ["mlp.up_proj.weight"]), ([1], ["key.weight"])]
-    (whole,) = described(own, changed(own, cast))["diagnosis"]
+    (whole,) = described(own, changed(own, round_off()))["diagnosis"]
     assert (whole.layers, whole.text) == (
         [0, 1],
         "weights are rounded to bfloat16, also model.embed_tokens.weight, model.norm.weight and lm_head.weight outside "
@@ -753,7 +581,14 @@ def test_unexplained_tensors_and_roundings_are_merged_only_if_they_are_the_same(
     )
 
 
-@pytest.mark.parametrize(("change", "verb"), [(disturb, "changed by up to"), (round_only, "are rounded to bfloat16")])
+def triple(*names: str) -> Callable[[Any], object]:
+    return lambda second: [second.get_parameter(name).mul_(3) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("change", "verb"),
+    [(disturb, "changed by up to"), (round_off, "are rounded to bfloat16"), (triple, "are multiplied by 3")],
+)
 def test_all_tensors_outside_of_layers_are_named(change, verb):
     own = model("llama")
     names = ["model.embed_tokens.weight", "lm_head.weight"]
@@ -762,15 +597,11 @@ def test_all_tensors_outside_of_layers_are_named(change, verb):
     assert cause.text.startswith(f"model.embed_tokens.weight and lm_head.weight {verb}")
 
 
-def fewer_heads(own: loading.Loaded) -> loading.Loaded:
-    """The same tensors, read as three heads of 20 dimensions instead of six of 10."""
-    return changed(own, num_attention_heads=3, num_key_value_heads=1, head_dim=20)
-
-
 @pytest.mark.parametrize("from_files", [False, pytest.param(True, marks=FULL)])
 def test_the_first_lines_do_not_depend_on_shapes_and_name_the_config(from_files, tmp_path):
     own = model("llama")
-    sides: list[Any] = [own, loaded.cut(own, 1), fewer_heads(own)]
+    fewer_heads = changed(own, num_attention_heads=3, num_key_value_heads=1, head_dim=20)
+    sides: list[Any] = [own, loaded.cut(own, 1), fewer_heads]
     options: dict[str, Any] = {"analyzers": "symmetry", "source": "weights"}
     if from_files:
         for number, side in enumerate(sides):
@@ -790,13 +621,15 @@ def test_the_first_lines_do_not_depend_on_shapes_and_name_the_config(from_files,
     assert wider[2].evidence == "Repair: set num_attention_heads to 6."
 
 
-def findings(report: attnlens.Report) -> list[Finding]:
-    return list(find(Shapes(report)))
+def findings(report: attnlens.Report, **changes: Any) -> list[Finding]:
+    """Return the findings of a comparison after changes of its fields."""
+    comparison = report.comparison.model_copy(update=changes)
+    return list(find(Shapes(report.model_copy(update={"comparison": comparison}))))
 
 
 def test_damage_is_found_in_the_layers_that_both_models_have():
     own = model("llama")
-    damaged = changed(own, interleave(own, 0))
+    damaged = changed(own, plant(INTERLEAVED, 0))
     report = attnlens.compare(own, loaded.cut(damaged, 1), analyzers="symmetry", source="weights")
     assert [(cause.hypothesis, cause.layers) for cause in report.comparison.diagnosis] == [
         ("another number of layers", []),
@@ -820,18 +653,12 @@ def test_an_output_matrix_that_is_no_longer_the_embedding():
         ]
 
 
-@pytest.mark.parametrize(("name", "unit"), [("llama", 1.0), ("gemma2", 0.0)])  # Gemma's gain is 1 + w
-def test_the_gain_of_the_last_norm(name, unit):
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # Gemma's gain is 1 + w
+def test_the_gain_of_the_last_norm(name):
     own = model(name)
 
-    def lose(second: Any) -> None:
-        second.model.norm.weight.fill_(unit)
-
-    def shift(second: Any) -> None:
-        second.model.norm.weight.add_(1)
-
-    assert causes(own, changed(own, lose)) == [("gain dropped", [], [])]
-    assert causes(own, changed(own, shift)) == [("gain offset", [], [])]
+    for name, cause in (("gain lost", "gain dropped"), ("gain + 1", "gain offset")):
+        assert causes(own, changed(own, DAMAGES[f"last norm's {name}"].change)) == [(cause, [], [])]
     assert causes(own, changed(own, disturb("model.norm.weight"))) == [("not explained", [], [])]
 
 
@@ -864,12 +691,12 @@ def test_changes_of_blocks_have_a_practical_size():
 def rounded() -> attnlens.Report:
     """Compare a model with itself after rounding."""
     own = model("llama")
-    return attnlens.compare(own, changed(own, cast), analyzers="symmetry", windows=2, length=16)
+    return attnlens.compare(own, changed(own, round_off()), analyzers="symmetry", windows=2, length=16)
 
 
 def test_rounding_is_as_notable_in_one_direction_as_in_the_other():
     own = model("llama")
-    back = attnlens.compare(changed(own, cast), own, analyzers="symmetry", source="weights")
+    back = attnlens.compare(changed(own, round_off()), own, analyzers="symmetry", source="weights")
     for report in (rounded(), back):
         assert [each.severity for each in findings(report) if each.question == "Cause?"] == ["notable"]
 
@@ -878,24 +705,10 @@ def test_the_effect_is_notable_if_predictions_surely_change():
     report = rounded()
 
     def effect(kl: float, interval: tuple[float, float], same_top: float = 1.0) -> Finding:
-        fields = dict.fromkeys(("largest", "q999", "q99", "q95", "median"), kl)
-        change = PredictionChange(
-            **fields,
-            tokens=9,
-            mean=kl,
-            mean_se=0.002,
-            same_top=same_top,
-            same_top_se=None,
-            perplexity_ratio=None,
-            perplexity_ratio_se=None,
-        )
-        outcome = Outcome(predictions=change, kl=kl, kl_ci95=interval)
-        comparison = report.comparison.model_copy(update={"outcome": outcome})
-        (found,) = (
-            each
-            for each in findings(report.model_copy(update={"comparison": comparison}))
-            if each.question == "Effect?"
-        )
+        change = {"mean": kl, "mean_se": 0.002, "same_top": same_top}
+        predictions = report.comparison.outcome.predictions.model_copy(update=change)
+        outcome = Outcome(predictions=predictions, kl=kl, kl_ci95=interval)
+        (found,) = (each for each in findings(report, outcome=outcome) if each.question == "Effect?")
         return found
 
     assert effect(0.03, (0.02, 0.04)).answer.startswith("KL 0.0300 ± 0.0020 nats per token")
@@ -914,7 +727,7 @@ def test_heads_that_differ_in_other_measures_alone_are_not_listed_with_their_own
         heads = [head.model_copy(update={"relation": relation}) for head in report.comparison.heads]
         change = {"rows": rows, "heads": heads, "blocks": [], "diagnosis": []}
         changed = report.model_copy(update={"comparison": report.comparison.model_copy(update=change)})
-        return {each.question: each for each in findings(changed)}, next_commands(Shapes(changed))
+        return {each.question: each for each in find(Shapes(changed))}, next_commands(Shapes(changed))
 
     others = [
         MeasureChange(head=2, delta=5e-5, **small),
@@ -939,9 +752,8 @@ def test_heads_that_differ_in_other_measures_alone_are_not_listed_with_their_own
     assert " --head 1.5 " in commands[0], "the most changed head"
 
     form = MeasureChange(layer=1, head=2, measure="compare.form_change", delta=0.25)
-    untested = report.comparison.model_copy(update={"rows": [form], "blocks": [], "diagnosis": [], "tests": 0})
     parts = report.model.model_copy(update={"layer_names": ["encoder.0", "decoder.0"]})
-    said = findings(report.model_copy(update={"comparison": untested, "model": parts}))
+    said = findings(report.model_copy(update={"model": parts}), rows=[form], blocks=[], diagnosis=[], tests=0)
     answer = next(each.answer for each in said if each.question == "Changed?")
     assert answer == "The form M changed by at most 0.25 (‖ΔM‖/‖M‖ of decoder.0.2)."
 
@@ -954,21 +766,15 @@ def test_number_types_are_those_that_fit_the_values():
         (tensors.types, "The first model's values fit float32; the second model's values fit bfloat16."),
         (("gptq", "float16"), "The first model is stored as gptq; the second model's values fit float16."),
     ):
-        change = {"tensors": tensors.model_copy(update={"types": types})}
-        found = findings(report.model_copy(update={"comparison": report.comparison.model_copy(update=change)}))
-        assert found[0].evidence.endswith(words)
+        assert findings(report, tensors=tensors.model_copy(update={"types": types}))[0].evidence.endswith(words)
 
 
 def test_causes_that_are_not_shown_are_in_the_json_report():
     report = rounded()
     (cause,) = report.comparison.diagnosis
-    for count, words in (
-        (5, "1 more cause is in the JSON report (--json FILE)."),
-        (6, "2 more causes are in the JSON report (--json FILE)."),
-    ):
-        comparison = report.comparison.model_copy(update={"diagnosis": [cause] * count})
-        shown = findings(report.model_copy(update={"comparison": comparison}))
-        assert [each.evidence for each in shown if each.question == "Cause?"][-1] == words
+    for count, words in ((5, "1 more cause is"), (6, "2 more causes are")):
+        shown = [each.evidence for each in findings(report, diagnosis=[cause] * count) if each.question == "Cause?"]
+        assert shown[-1] == f"{words} in the JSON report (--json FILE)."
 
 
 def test_notes_on_other_things_than_forms_are_notes():
@@ -977,31 +783,6 @@ def test_notes_on_other_things_than_forms_are_notes():
     second = changed(own, disturb("model.layers.0.self_attn.q_proj.weight"))
     report = attnlens.compare(own, second, analyzers="symmetry", source="weights")
     note = "The tensors were read twice."
-    comparison = report.comparison.model_copy(update={"notes": [note]})
-    answers = {each.question: each.answer for each in findings(report.model_copy(update={"comparison": comparison}))}
+    answers = {each.question: each.answer for each in findings(report, notes=[note])}
     assert answers["Note"] == note
     assert answers["Form M?"].startswith("The query/key form M of 6 heads changed")
-
-
-@pytest.mark.parametrize(
-    ("name", "layer"), [("t5", "encoder.block.1.layer.0.SelfAttention"), ("llama", "model.layers.1.self_attn")]
-)
-def test_heads_that_leave_their_position_bias_behind_are_damage(name, layer):
-    """T5 keeps the bias of all layers in the first one."""
-    own = model(name)
-
-    def roll(second: Any) -> None:
-        attention = second.get_submodule(layer)
-        short = name == "t5"
-        parts = [getattr(attention, part if short else f"{part}_proj") for part in "qkvo"]
-        size = 12 if short else 10  # of a head
-        group = len(parts[0].weight) // len(parts[1].weight)
-        for part, steps in zip(parts[:3], (group, 1, 1), strict=True):
-            for tensor in part.parameters():
-                tensor.copy_(tensor.roll(steps * size, 0))
-        parts[3].weight.copy_(parts[3].weight.roll(group * size, 1))
-
-    (cause,) = described(own, changed(own, roll))["diagnosis"]
-    expected = ("heads out of order", False) if name == "t5" else ("reordered heads", True)
-    assert (cause.hypothesis, cause.harmless) == expected, cause
-    assert ("but position bias is unchanged" in cause.text) is (name == "t5")

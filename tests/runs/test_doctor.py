@@ -25,7 +25,7 @@ ONE = {"backends": ["eager"]}
 
 
 def examined(name):
-    """The checks of each site of a tiny model, without and with padding."""
+    """Return the checks of each site of a tiny model, without and with padding."""
     model = families.build(name).double()
     hooks.allow_float64(model)
     whole, padded = (

@@ -9,6 +9,7 @@ from junitparser import JUnitXml
 from loaded import family, loaded
 from program import invoke
 from transformers import cache_utils, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.gemma2 import modeling_gemma2
@@ -23,7 +24,7 @@ PLAIN = {"length": 16, "windows": 2}
 
 
 def checked(model, **options):
-    """Each backend's check and its tests of masks, by name."""
+    """Return each backend's check and its tests of masks, by name."""
     report = attnlens.doctor(family(model) if isinstance(model, str) else model, **PLAIN | options)
     return {each.backend: (each, {mask.mask: mask for mask in each.masks}) for each in report.backends}
 
@@ -36,6 +37,12 @@ def plant(monkeypatch, change, backend="sdpa"):
         return honest(**options | change(options))
 
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, backend, faulty)
+
+
+def widen(monkeypatch, tokens):
+    """Make all sliding windows wider by this many tokens."""
+    honest = masking_utils.sliding_window_causal_mask_function
+    monkeypatch.setattr(masking_utils, "sliding_window_causal_mask_function", lambda width: honest(width + tokens))
 
 
 OTHERS = ("gpt2", "gemma2", "gemma3", "albert", "bart", "bloom")
@@ -70,7 +77,7 @@ def test_healthy_models_have_no_fault_under_any_mask(name):
 
 
 def shift(options):
-    """A causal mask off by one."""
+    """Shift a causal mask by one token."""
     mask = options["mask_function"]
     return {"mask_function": lambda b, h, q, k: mask(b, h, q + 1, k), "allow_is_causal_skip": False}
 
@@ -115,12 +122,11 @@ def test_faults_of_models_with_several_parts_name_the_layer_of_its_part(monkeypa
     ("model", "only"), [("mistral", True), ("mistral", False), pytest.param("gemma2", False, marks=pytest.mark.full)]
 )
 def test_a_window_that_is_one_token_too_wide_is_named_even_if_all_backends_agree(monkeypatch, model, only):
-    honest = masking_utils.sliding_window_causal_mask_function
     if only:
-        wide = honest(6)
+        wide = masking_utils.sliding_window_causal_mask_function(6)
         plant(monkeypatch, lambda _options: {"mask_function": wide})
     else:
-        monkeypatch.setattr(masking_utils, "sliding_window_causal_mask_function", lambda width: honest(width + 1))
+        widen(monkeypatch, 1)
     backends = checked(model, masks="window")
     for name, (check, masks) in backends.items():
         if only and name == "eager":
@@ -131,8 +137,7 @@ def test_a_window_that_is_one_token_too_wide_is_named_even_if_all_backends_agree
 
 
 def test_a_wrong_window_is_named_before_the_masks_that_it_breaks(monkeypatch):
-    honest = masking_utils.sliding_window_causal_mask_function
-    monkeypatch.setattr(masking_utils, "sliding_window_causal_mask_function", lambda width: honest(width + 1))
+    widen(monkeypatch, 1)
     report = attnlens.doctor(family("mistral"), backends="eager", **PLAIN)
     (answer,) = (each.answer for each in find(Shapes(report)) if each.question == "Masks right?")
     assert answer.startswith("No: eager, window: token ")
@@ -149,7 +154,7 @@ def test_two_faults_are_both_named(monkeypatch):
 
 
 def forget_positions(monkeypatch):
-    """A cache that drops its first position at each step."""
+    """Make the cache drop its first position at each step."""
     honest = cache_utils.DynamicLayer.update
 
     def forget(self, keys, values, *args, **kwargs):
@@ -162,8 +167,7 @@ def forget_positions(monkeypatch):
 
 
 def test_a_window_that_is_too_narrow_misses_a_token(monkeypatch):
-    honest = masking_utils.sliding_window_causal_mask_function
-    monkeypatch.setattr(masking_utils, "sliding_window_causal_mask_function", lambda width: honest(width - 1))
+    widen(monkeypatch, -1)
     fault = checked("mistral", masks="window")["eager"][1]["window"].faults[0]
     assert (fault.kind, fault.output - fault.token) == ("misses", 4)
 
@@ -226,26 +230,18 @@ def test_a_cache_that_drops_a_position_is_named(monkeypatch, name, token, layer)
         assert backends["sdpa"][1]["cache"].reason == "the cache contains 3 of 6 tokens"
 
 
-@pytest.mark.parametrize("name", ["bert", "mistral"])
-def test_attention_in_bfloat16_is_an_error_of_the_backend_not_of_its_masks(monkeypatch, name):
-    honest = AttentionInterface._global_mapping["sdpa"]
-
-    def coarse(module, query, key, value, mask, **options):
-        mask = mask.bfloat16() if mask is not None and mask.is_floating_point() else mask
-        output, weights = honest(module, query.bfloat16(), key.bfloat16(), value.bfloat16(), mask, **options)
-        return output.to(query.dtype), weights
-
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", coarse)
-    check, masks = checked(name)["sdpa"]
-    assert check.verdict == "differs"
-    assert 1e-4 < check.output_error < 0.1
-    assert not [(mask, each.faults, each.error) for mask, each in masks.items() if each.verdict == "differs"]
+def coarse_attention(module, query, key, value, mask, **options):
+    """Compute attention from queries, keys and values that are rounded to bfloat16."""
+    mask = mask.bfloat16() if mask is not None and mask.is_floating_point() else mask
+    parts = [part.bfloat16() for part in (query, key, value)]
+    output, weights = sdpa_attention_forward(module, *parts, mask, **options)
+    return output.to(query.dtype), weights
 
 
 def coarse_softmax(
     module, query, key, value, attention_mask, scaling=None, softcap=None, position_bias=0.0, is_causal=None, **_more
 ):
-    """Attention whose softmax is computed in bfloat16."""
+    """Compute attention with the softmax in bfloat16."""
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -262,13 +258,18 @@ def coarse_softmax(
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "whisper", *(pytest.param(each, marks=pytest.mark.full) for each in ("t5", "gemma2"))]
+    ("name", "coarse"),
+    [
+        *(("bert", coarse_attention), ("mistral", coarse_attention)),
+        *(("llama", coarse_softmax), ("whisper", coarse_softmax)),
+        *(pytest.param(each, coarse_softmax, marks=pytest.mark.full) for each in ("t5", "gemma2")),
+    ],
 )
-def test_a_softmax_in_bfloat16_is_an_error_of_the_backend_not_of_its_masks(monkeypatch, name):
+def test_attention_in_bfloat16_is_an_error_of_the_backend_not_of_its_masks(monkeypatch, name, coarse):
     backend = "eager" if name == "gemma2" else "sdpa"
     if backend == "eager":
-        monkeypatch.setattr(modeling_gemma2, "eager_attention_forward", coarse_softmax)
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", coarse_softmax)
+        monkeypatch.setattr(modeling_gemma2, "eager_attention_forward", coarse)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", coarse)
     backends = checked(name)
     check, masks = backends.pop(backend)
     assert all(other.verdict == "agrees" for other, _ in backends.values())
@@ -318,14 +319,17 @@ def test_a_leak_outside_attention_is_named_without_a_layer():
         assert fault.token > fault.output
 
 
-def test_falcon_with_alibi_differs_under_eager_attention():
-    config = tf.FalconConfig(**families.FALCON | {"alibi": True})
+def falcon():
+    """Build a Falcon with ALiBi, whose bias transformers' eager attention adds to the mask and to the scores."""
     torch.manual_seed(0)
-    model = tf.FalconForCausalLM(config).eval()
-    backends = checked(loaded(model))
+    return tf.FalconForCausalLM(tf.FalconConfig(**families.FALCON | {"alibi": True})).eval()
+
+
+def test_falcon_with_alibi_differs_under_eager_attention():
+    backends = checked(loaded(falcon()))
     assert backends["sdpa"][0].verdict == "agrees"
     check, masks = backends["eager"]
-    assert check.verdict == "differs"  # transformers adds the bias to the mask and to the scores
+    assert check.verdict == "differs"
     assert check.output_error > 1e-3
     assert all(mask.verdict == "agrees" for mask in masks.values())
 
@@ -348,7 +352,7 @@ def test_a_prefix_is_seen_by_all_outputs_and_an_absent_property_is_not_checked()
 
 
 def neox(largest):
-    """A GPT-NeoX whose scores are all near −`largest`, and differ by little."""
+    """Build a GPT-NeoX whose scores are all near −`largest` and differ little."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     model = tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(vocab_size=99, max_position_embeddings=64, **sizes)).eval()
@@ -399,9 +403,7 @@ def test_a_model_that_cannot_be_compared_is_refused_only_if_asked(monkeypatch):
 
 
 def test_the_command_names_the_fault_exits_with_2_and_writes_junit(tmp_path):
-    config = tf.FalconConfig(**families.FALCON | {"alibi": True})
-    torch.manual_seed(0)
-    tf.FalconForCausalLM(config).save_pretrained(tmp_path / "falcon")
+    falcon().save_pretrained(tmp_path / "falcon")
     words = ("doctor", tmp_path / "falcon", "--length", "16", "--no-progress", "--masks", "causal")
     saved = tmp_path / "report.json"
     result = invoke(*words, "--junit", tmp_path / "tests.xml", "--json", saved)

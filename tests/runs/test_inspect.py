@@ -29,7 +29,6 @@ from attnlens.runs import checks
 from attnlens.runs.inspect import pipeline, sequences
 from attnlens.runs.inspect.inspection import scale_null
 from attnlens.runs.inspect.results import find_extremes
-from attnlens.runs.progress import Interrupted
 
 SMALL = {"windows": 4, "length": 32}
 TOKENS = {"source": "tokens", "analyzers": "spectrum", "length": 32}
@@ -38,7 +37,7 @@ BOOK = texts.sample("demo")[0].text
 
 
 def by_hand(model, layer, head):
-    """M = s · W_Q W_Kᵀ of one head of a GPT-2, dense."""
+    """Compute the dense matrix M = s · W_Q W_Kᵀ of one head of a GPT-2."""
     weight = model.transformer.h[layer].attn.c_attn.weight.double()
     width, size = weight.shape[0], weight.shape[0] // model.config.n_head
     query, key = (weight[:, start + head * size : start + (head + 1) * size] for start in (0, width))
@@ -166,7 +165,7 @@ def test_random_weights_have_the_values_of_the_null_and_trained_ones_do_not(demo
 
 @pytest.mark.parametrize("name", ["demo", "t5", "bart"])
 def test_padding_never_enters_a_statistic(name, demo, tmp_path):
-    """Padded queries of a decoder see the encoder's tokens all the same; only the inputs tell that they are padding."""
+    """Padded queries of a decoder also see the encoder's tokens; only the inputs show that they are padding."""
     path, model = tmp_path / "lines.txt", demo if name == "demo" else family(name)
     path.write_text("in the beginning was the word.\njesus wept.\nand it was so.\nlet there be light.\n")
     options = {"source": "tokens", "text": path, "pack": False} | (
@@ -405,20 +404,6 @@ def test_one_window_has_no_error_and_the_reason_is_shown(demo):
         assert "no errors: only one window was read" in unescape(" ".join(text.split()))
 
 
-def test_an_interrupted_run_reports_the_sequences_that_were_finished(demo):
-    def stop(stage, done, _total):
-        if stage == "tokens" and done >= 4:
-            raise KeyboardInterrupt
-
-    read = {"source": "tokens", "analyzers": ["spectrum"], "windows": 8, "batch_size": 2, "length": 16}
-    with pytest.raises(Interrupted) as stopped:
-        attnlens.inspect(demo, **read, progress=stop)
-    report = stopped.value.report
-    assert (report.settings.windows, report.heads[0].measures[ENTROPY].n) == (4, 4)
-    missing = "without 4 of 8 sequences, because the run was interrupted"
-    assert report.coverage.sentence == f"PARTIAL: 32 of 32 heads, {missing}"
-
-
 def test_heads_without_tokens_count_as_analysed_and_are_named(demo):
     bare = replace(demo, tokenizer=None, tokenizer_problem="its files are missing")
     coverage = attnlens.inspect(bare, length=16, analyzers=["symmetry"]).coverage
@@ -438,7 +423,7 @@ def test_heads_without_tokens_count_as_analysed_and_are_named(demo):
 
 
 def heads_of(values, calls, name):
-    """One head per value, each called so often."""
+    """Build one head per value; its module is called `calls` times."""
     return [
         Head(
             **{"site": f"block#{call}" if calls > 1 else "block", "layer": call, "part": "encoder"},

@@ -1,4 +1,4 @@
-"""Models with several parts number the layers of each part as the model does, on every screen and in every option."""
+"""Tests that layers of models with several parts are numbered within their part, in every output and every option."""
 
 import re
 
@@ -51,7 +51,7 @@ def test_a_model_with_one_part_keeps_plain_numbers(name):
 
 
 def sites(*paths):
-    """Sites of these paths, cross-attention where the path says so."""
+    """Build sites with these paths; a path with `cross` is cross-attention."""
     parts = ["cross" if "cross" in path else "decoder" for path in paths]
     return [Site(path, 0, layer, part) for layer, (path, part) in enumerate(zip(paths, parts, strict=True))]
 

@@ -116,7 +116,7 @@ def test_several_kernels_are_compared_in_order_and_cost_a_trained_model_nats(dem
 
 
 def own_loss(model, **cut):
-    """The mean loss per token that the model itself computes from labels."""
+    """Return the mean loss per token that the model itself computes from labels."""
     total, tokens, decodes = 0.0, 0, model.model.config.is_encoder_decoder
     for batch in batches(model, **cut):
         inputs = {key: batch.inputs[key] for key in ("input_ids", "attention_mask")}
@@ -193,7 +193,7 @@ def test_fifteen_percent_of_the_tokens_are_masked_by_seed_and_never_special_ones
 
 
 def classifier(model_class, config, body):
-    """A classifier with a tiny model's attention."""
+    """Build a classifier with a tiny model's attention."""
     torch.manual_seed(0)
     model = model_class(config).eval().requires_grad_(False)
     model.base_model.load_state_dict(body.state_dict(), strict=False)
@@ -214,7 +214,7 @@ def test_a_classifier_is_measured_against_its_own_choice():
 
 
 def test_distances_have_intervals_over_windows_and_numbers_by_text(tmp_path):
-    """A headless model has the hidden cosine, a masked one KL as well; two texts have a cosine each."""
+    """A headless model has a hidden cosine, a masked model also a KL; each of two texts has a cosine."""
     paths = [tmp_path / f"{number}.txt" for number in range(2)]
     for number, path in enumerate(paths):
         path.write_text("\n".join(f"{line} and {line} again" for line in LINES[number:]) * 6)
@@ -302,7 +302,7 @@ def test_a_rank_kernel_gives_bytes_per_token_if_it_shrinks_all_keys_of_a_cache()
 
 
 def test_site_errors_and_mass_outside_the_simplex_are_those_of_the_matrices(demo, tmp_path):
-    """Sites are measured on the first sequence; that of the lines is shorter than the second and padded.
+    """Sites are measured on the first sequence; with lines, it is shorter than the second, and padded.
 
     The models run in float64: rows of the linear kernel whose sum is close to zero amplify float32's rounding.
     """
@@ -341,7 +341,7 @@ def test_site_errors_and_mass_outside_the_simplex_are_those_of_the_matrices(demo
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "opt", "bert", "t5", "bart"])
 def test_a_kernel_that_leaks_the_future_or_padding_is_refused(name):
-    """Padding behind a causal sequence is never seen, so the gate puts it before."""
+    """Padding after a causal sequence is never seen, so the test puts it before the sequence."""
     model, rbf, decoder = family(name), parsed("rbf"), name in families.CAUSAL
     fed = first_inputs(model)
     sites = sites_of(model.model, fed)
@@ -354,17 +354,17 @@ def test_a_kernel_that_leaks_the_future_or_padding_is_refused(name):
 
     if decoder:
         with pytest.raises(IdentityError, match="later tokens"):
-            gates.causality_error(model, fed, answered(opened), 0)
+            gates.LeakTest(model, fed, answered(opened), 0).causality_error()
         unmasked = answered(lambda call: replace(call, allowed=None, causal=True), rbf)
-        assert gates.causality_error(model, fed, unmasked, 0) < 1e-5, "the future stays hidden"
+        assert gates.LeakTest(model, fed, unmasked, 0).causality_error() < 1e-5, "the future stays hidden"
         with pytest.raises(IdentityError, match="padding"):
-            gates.measure_leaks(model, sites, fed, unmasked, 0)
-        assert gates.mask_error(model, fed, unmasked, 0, left=False) < 1e-5, "the control: unseen on the right"
+            gates.LeakTest(model, fed, unmasked, 0).measure(sites)
+        assert gates.LeakTest(model, fed, unmasked, 0).mask_error(left=False) < 1e-5, "the control: unseen on the right"
     else:
         with pytest.raises(IdentityError, match="padding"):
-            gates.mask_error(model, fed, answered(opened), 0, left=False)
+            gates.LeakTest(model, fed, answered(opened), 0).mask_error(left=False)
     swapped = lambda: hooks.replace(model.model, sites, dict.fromkeys(sites, hooks.Replacement(rbf)))  # noqa: E731
-    assert gates.measure_leaks(model, sites, fed, swapped, 0)["mask_error"] < 1e-5
+    assert gates.LeakTest(model, fed, swapped, 0).measure(sites)["mask_error"] < 1e-5
 
 
 @pytest.mark.parametrize("left", [True, False])

@@ -91,7 +91,7 @@ def test_runs_reach_across_windows_of_one_text_and_not_across_texts_or_lines(dem
     [(24, False), (128, True), *(pytest.param(n, n > 20, marks=pytest.mark.full) for n in (16, 64))],
 )
 def test_the_evaluated_text_moved_by_two_words_is_refused(demo, tmp_path, monkeypatch, length, several):
-    """The control, a comparison of whole windows, finds not one."""
+    """The control: no whole window is equal."""
     cut = watched(monkeypatch)
     names = [write(tmp_path, f"Two words {OWN}"), *([write(tmp_path, FAR, "far.txt")] * several)]
     with pytest.raises(TextError, match=r"contains (100|9\d|8\d) % of the evaluated tokens") as refusal:
@@ -164,7 +164,7 @@ def test_without_a_named_text_other_windows_are_read(demo, tmp_path):
 
 
 def test_a_budget_needs_enough_text_without_repetition(tmp_path, monkeypatch):
-    """A long text does not hide that there is no estimate for a short one."""
+    """A long text does not compensate for a short text without an estimate."""
     monkeypatch.setattr(search, "SEQUENCES", 32)
     monkeypatch.setattr(search, "DEFAULT_WINDOWS", 1)
     contents = {"far": FAR, "short": FAR[:800].upper(), "brief": FAR[:1300], "again": FAR[:3000] * 3, "own": OWN[:9000]}

@@ -255,12 +255,6 @@ def test_losses_by_place_average_to_the_loss_and_all_kernels_have_the_same_far_t
     assert alone.beyond_window.window == 4, "the control: alone it has its own sink-window's"
 
 
-def test_the_summary_says_which_controls_of_its_size_cost_less_than_a_kernel(report):
-    assert "more than sink-window:4,4" in printed(with_swaps(report, report.swaps[0]))
-    names = {line.split()[1] for line in summary(report).splitlines() if line.startswith("vs sink-window:")}
-    assert names == {"sink-window:4,4", "sink-window:4,12"}, "hard has no such control"
-
-
 def test_a_legend_is_printed_if_any_row_has_its_column_and_windows_that_differ_in_each_row(report):
     missing, first = {"agreement": None, "beyond_window": None}, report.swaps[0]
     fields = {"prompts": 1, "source": "windows", "prompt_tokens": 8, "tokens": 4, "until": [4], "median": 4, "never": 1}

@@ -30,7 +30,7 @@ PAIRS = [(name, "rbf") for name in families.REACHED] + [(name, words) for words 
 
 
 def replaced(words, model, sites, path="auto"):
-    """Swap that kernel into every self-attention, and into cross-attention if it has no filter."""
+    """Swap a kernel into every self-attention and, if the kernel has no filter, into cross-attention."""
     kernel = parsed(words)
     chosen = [site for site in sites if site.part != "cross" or kernel.filter is None]
     return hooks.replace(model, sites, dict.fromkeys(chosen, hooks.Replacement(kernel)), path)
@@ -212,7 +212,7 @@ def test_a_classifying_decoder_is_checked_for_causality():
         return hooks.answer_calls(model, lambda call: attend(replace(call, allowed=None, causal=False), hooks.OWN))
 
     with pytest.raises(IdentityError, match="later tokens"):
-        gates.causality_error(loaded(model), families.inputs("gpt2", model), ahead, 0)
+        gates.LeakTest(loaded(model), families.inputs("gpt2", model), ahead, 0).causality_error()
 
 
 @pytest.mark.parametrize("more", [{"sweep": "layers"}, pytest.param({"train": 2}, marks=pytest.mark.full)], ids=str)

@@ -28,7 +28,7 @@ INVALID = "does not contain a valid swapped model"
 
 
 def assert_loaded_as(folder, model, fed, sites, swaps):
-    """Load that folder, which must do what the model does under these swaps; return what was loaded."""
+    """Load a folder, and check that its outputs are those of the model under these swaps; return what was loaded."""
     with hooks.replace(model, sites, swaps):
         expected = outputs(model, fed)
     back = load_swapped(folder)
@@ -44,7 +44,7 @@ def inputs(demo):
 
 @pytest.fixture(scope="module")
 def healed(demo, tmp_path_factory):
-    """A healed and fitted demo: its folder, its report, and the run with its weights and swaps in memory."""
+    """Heal and fit the demo; return its folder, its report, and the run with its weights and swaps in memory."""
     folder, runs, record = tmp_path_factory.mktemp("saved") / "healed", [], KernelRun._record
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KernelRun, "_record", lambda self, *args: runs.append(self) or record(self, *args))
@@ -78,7 +78,7 @@ def test_a_healed_model_is_loaded_with_its_kernel_weights_and_loss(demo, inputs,
 
 
 def test_the_folder_is_a_plain_model_without_pickles_that_only_load_swapped_reads(demo, inputs, healed):
-    """As an ordinary model its weights would run under a kernel that they were not made for."""
+    """Loaded as an ordinary model, its weights would run under a kernel that they were not trained with."""
     folder, _, run = healed
     assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors", ".txt", ".jinja"}
     plain = tf.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_
 
 
 def test_other_folders_are_left_alone_and_new_ones_are_made(demo, tmp_path):
-    """A folder of the user's whose name looks like a temporary one, and an empty folder that is only checked."""
+    """The user's folders have names like temporary ones; an empty folder is only checked."""
     mine = [tmp_path / name for name in (".attnlens-save-mine", ".model.part")]
     for folder in (*mine, tmp_path / "empty"):
         folder.mkdir()
@@ -188,7 +188,7 @@ def copy(healed, tmp_path):
 
 
 def sites_with(layer=0, **changes):
-    """The sites of demo in attnlens.json, with one changed."""
+    """Return the sites of demo as in attnlens.json, with one changed."""
     site = {"ordinal": 0, "part": "decoder", "repeated": False, "heads": [1, 4]}
     sites = [{"path": f"transformer.h.{number}.attn", "layer": number} | site for number in range(4)]
     sites[layer] |= changes

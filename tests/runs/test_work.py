@@ -39,7 +39,7 @@ OTHER = FACTS | {"settings": {"seed": 1}}
 
 
 class Units:
-    """Computes the units of VALUES and lists their names; the second raises these errors first, one per try."""
+    """Compute the units of VALUES and list their names; the second unit raises these errors first, one per attempt."""
 
     def __init__(self, *errors: BaseException) -> None:
         self.computed: list[str] = []
@@ -64,7 +64,7 @@ def store(plan) -> Store:
 
 @pytest.fixture
 def computes(plan, store) -> Callable[..., list[str]]:
-    """Runs all units, checks their values, and returns the names of those that were computed."""
+    """Return a function that runs all units, checks their values, and returns the names of the computed units."""
 
     def run(store: Store = store, **more: Any) -> list[str]:
         units = Units()
@@ -163,7 +163,7 @@ def test_an_incomplete_unit_is_computed_again_from_its_finished_parts(plan, stor
 
 
 def stamped(value: Any, store: Store) -> bytes:
-    """A file as anybody could write it, with a hash that fits."""
+    """Return the content of a file with a matching hash, as an attacker could write it."""
     text = json.dumps([store._stamp(NAMES[1]), value]) if not isinstance(value, str) else value
     return save({}, {"attnlens": f"{store_module._digest(text, {})} {text}"})
 
@@ -444,7 +444,7 @@ def test_shards_compute_each_unit_once_and_name_what_failed_and_remains(plan, st
 
 @pytest.fixture
 def spread(tmp_path):
-    """Runs units in two processes, which rely on nothing that is imported here."""
+    """Return a function that runs units in two processes, which use nothing that this process has imported."""
     plan = WorkPlan(work=tmp_path / "work", jobs=2)
 
     def run(names: list[str], seed: int = 0, **more: Any) -> work.Outcome:

@@ -31,7 +31,7 @@ UNITS = 16
 
 @pytest.fixture(scope="module")
 def cluster():
-    """The address of a Ray cluster of this machine with three processors."""
+    """Start a Ray cluster with three processors on this machine; return its address."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
@@ -53,7 +53,7 @@ def spread(cluster: str | None, folder: Path, names: list[str], seed: int = 0, *
 
 
 def fake_ray() -> Mock:
-    """What attnlens uses of Ray, in this process."""
+    """Build a fake of the parts of Ray that attnlens uses, which computes in this process."""
 
     def get(task: tuple[Any, ...]) -> Any:
         function, *arguments = task
@@ -141,7 +141,7 @@ def test_paths_start_from_the_callers_folder_and_an_interruption_ends_the_tasks(
 
 
 def tasks() -> list[int]:
-    """Return the processes below this one that are at work on a unit, as Ray names them."""
+    """Return the ids of the descendant processes that compute a unit."""
     parents, words = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -38,7 +38,7 @@ def read(loaded: Any, inputs: Mapping[str, Tensor]) -> str | None:
     if not planted:
         return None
     many = hooks.survey(model, inputs)
-    one = checks.survey_one_token(replace(loaded, model=model), many, 0)
+    one = checks.survey_ids(replace(loaded, model=model), many, 1, 0)
     analyzer = next(each for each in registry.select_analyzers(["symmetry"]) if each.source == "weights")
     wrong, right = [], 0
     for found in weights.factors(model, one, many):

@@ -63,10 +63,11 @@ class Cause:
     hypothesis: str  # name of the hypothesis
     text: str  # how the second layer differs, as a clause
     repair: str | None  # how to undo the difference, as an imperative; None if there is nothing to undo
-    heads: tuple[int, ...]  # query heads concerned; empty for the whole layer
-    residual: float  # largest relative residual of an explained part, as computed by `residuals`
-    parts: tuple[str, ...]  # names of the explained parts
+    heads: tuple[int, ...] = ()  # query heads concerned; empty for the whole layer
+    residual: float = 0.0  # largest relative residual of an explained part, as computed by `residuals`
+    parts: tuple[str, ...] = ()  # names of the explained parts
     harmless: bool = False  # True if the layer's output is the same
+    head_errors: tuple[float, ...] = ()  # relative error of each query head if W_Q is quantised; else empty
 
 
 @dataclass(frozen=True)

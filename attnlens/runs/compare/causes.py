@@ -37,13 +37,11 @@ def compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
     if have_same_heads(first, second) and abs(after.scale - before.scale) > 1e-6 * abs(before.scale):
         ratio = after.scale / before.scale
         text = f"scores are scaled by {after.scale:.4g} instead of {before.scale:.4g} (× {ratio:.4g})"
-        yield Cause(
-            "another scale", text, "copy the first model's scale (query_pre_attn_scalar, head_dim)", (), 0.0, ()
-        )
+        yield Cause("another scale", text, "copy the first model's scale (query_pre_attn_scalar, head_dim)")
     if before.softcap != after.softcap:
         caps = ["none" if call.softcap is None else f"{call.softcap:g}" for call in (before, after)]
         text = f"the softcap of scores is {caps[1]} instead of {caps[0]}"
-        yield Cause("another softcap", text, "copy the first model's softcap", (), 0.0, ())
+        yield Cause("another softcap", text, "copy the first model's softcap")
     if before.query.shape[2:3] + before.key.shape[2:3] == after.query.shape[2:3] + after.key.shape[2:3]:
         everything = torch.ones(before.query.shape[2], before.key.shape[2], dtype=torch.bool)
         masks = [everything if mask is None else mask.cpu() for mask in (before.visible(), after.visible())]
@@ -51,7 +49,7 @@ def compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
             seen = [float(mask.sum(-1).double().mean()) for mask in masks]
             text = f"a query sees {seen[1]:.3g} keys on average instead of {seen[0]:.3g} (of {everything.shape[1]})"
             text = "queries see different keys, though equally many on average" if seen[0] == seen[1] else text
-            yield Cause("another mask", text, "copy the first model's window and mask settings", (), 0.0, ())
+            yield Cause("another mask", text, "copy the first model's window and mask settings")
 
 
 def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> Iterator[Cause]:
@@ -67,32 +65,33 @@ def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> 
         if before is not after:
             with_rope = "second" if before is None else "first"
             text = f"only the {with_rope} model rotates queries and keys (RoPE)"
-            yield Cause("another rotation", text, "copy the first model's position settings", (), 0.0, ())
+            yield Cause("another rotation", text, "copy the first model's position settings")
     elif before.by_distance and after.by_distance:
-        text_of_change = name_rotation(weights.frequencies(before), weights.frequencies(after))
-        if text_of_change is not None:
-            yield Cause("another rotation", text_of_change, "copy the first model's RoPE settings", (), 0.0, ())
+        change = name_rotation(weights.frequencies(before), weights.frequencies(after))
+        if change is not None:
+            yield Cause("another rotation", change, "copy the first model's RoPE settings")
 
 
-def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[tuple[Cause, list[float]]]:
-    """Yield (cause, errors) for each difference between two layers; unexplained parts last.
+def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[Cause]:
+    """Yield a cause for each difference between two layers; unexplained parts last.
 
-    `errors` is [] unless W_Q is quantised; then it has, for each query head, the larger of the relative errors of W_Q
-    and W_K. `order` contains the second layer's head for each head of the first; it is empty if heads keep their order.
+    The error of a query head is the larger of the relative errors of W_Q and W_K. `order` contains the second layer's
+    head for each head of the first; it is empty if heads keep their order.
     """
     first, second = add_missing_parts(first, second)
     diagnosis = diagnose(first, second, order)
     for cause in diagnosis.causes:
-        errors: list[float] = []
         if cause.hypothesis.startswith("quantised") and "query.weight" in cause.parts:
             names = "query.weight", "key.weight"
             queries, keys = (residuals(first.parts[name], second.parts[name], name) for name in names)
-            errors = torch.maximum(queries, keys.repeat_interleave(len(queries) // len(keys))).tolist()
-        yield cause, errors
+            errors = torch.maximum(queries, keys.repeat_interleave(len(queries) // len(keys)))
+            yield replace(cause, head_errors=tuple(errors.tolist()))
+        else:
+            yield cause
     if diagnosis.unexplained:
         left = tuple(diagnosis.unexplained)
         reshaped = tuple(name for name in left if first.parts[name].shape != second.parts[name].shape)
-        yield build_unexplained(left, diagnosis.change, diagnosis.closest, diagnosis.unexplained_heads, reshaped), []
+        yield build_unexplained(left, diagnosis.change, diagnosis.closest, diagnosis.unexplained_heads, reshaped)
 
 
 def build_unexplained(
@@ -106,7 +105,7 @@ def build_unexplained(
     near = f"closest: {closest[0]}, residual {short(closest[1])}" if closest else "no hypothesis is near"
     words = describe_unexplained(names, change, near, reshaped)
     residual = closest[1] if closest else change
-    return Unexplained(UNEXPLAINED, words, None, heads, residual, names, False, change, near, reshaped)
+    return Unexplained(UNEXPLAINED, words, None, heads, residual, names, change=change, near=near, reshaped=reshaped)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -131,7 +131,6 @@ class FoundCause:
 
     layer: int | None  # None outside of layers
     cause: Cause
-    errors: list[float] = field(default_factory=list)  # relative error of each query head if W_Q is quantised, else []
     site: Site | None = None  # site of the first model; None outside of layers
     whole: bool = False  # True for a rounding that all matrices of the layer have
 
@@ -156,22 +155,18 @@ class Walk:
         for site, other in sites.items():
             if by_path[site.path][0] != other.layer:
                 continue  # several layers share this module, which was compared at the first of them
-            with ExitStack() as stack:
-                for side, place in zip(self.sides, (site, other), strict=True):
-                    stack.enter_context(tensors_in_memory(side, weights.block_path(place.path)))
-                factors = self._read_factors(0, site), self._read_factors(1, other)
+            path, pair = weights.block_path(site.path), (site_calls[site], others[other])
+            with self._read_blocks((site, other)) as (blocks, factors):
                 self.visit(site, factors)
-                causes = [(cause, list[float]()) for cause in compare_calls(site_calls[site], others[other])]
-                if have_same_heads(site_calls[site], others[other]):
-                    causes += [(cause, []) for cause in compare_rotations(*factors)]
-                blocks = [self._tensors_of(number, place) for number, place in enumerate((site, other))]
-                pair = site_calls[site], others[other]
-                causes += self._diagnose_site(pair, blocks, factors, in_block[weights.block_path(site.path)])
+                causes = [*compare_calls(*pair)]
+                if have_same_heads(*pair):
+                    causes += compare_rotations(*factors)
+                causes += self._diagnose_site(pair, blocks, factors, in_block[path])
                 for samples, block in zip(self.samples, blocks, strict=True):
-                    samples[weights.block_path(site.path)] = sample_matrices(block)
+                    samples[path] = sample_matrices(block)
                 self.causes += [
-                    FoundCause(layer, cause, errors, site, _rounds_all_matrices(cause, causes, blocks))
-                    for cause, errors in causes
+                    FoundCause(layer, cause, site, _rounds_all_matrices(cause, len(causes), blocks))
+                    for cause in causes
                     for layer in by_path[site.path]
                 ]
         self._find_moved(sites, in_block)
@@ -191,16 +186,20 @@ class Walk:
             types=None if types[0] == types[1] else (types[0], types[1]),
         )
 
-    def _tensors_of(self, number: int, site: Site) -> dict[str, Tensor]:
-        """Return the tensors of the block that contains a site of model `number` (0 or 1)."""
-        return list_tensors(self.sides[number].weights_model.model.get_submodule(weights.block_path(site.path)))
-
-    def _read_factors(self, number: int, site: Site) -> SiteFactors:
-        """Return the factors of a site of model `number` (0 or 1), from the inspection if it has read them."""
-        side = self.sides[number]
-        if (known := (side.factors or {}).get(site)) is not None:
-            return known
-        return next(factors for factors, _ in side.read_factors([site]))
+    @contextmanager
+    def _read_blocks(
+        self, sites: tuple[Site, Site]
+    ) -> Iterator[tuple[list[dict[str, Tensor]], tuple[SiteFactors, SiteFactors]]]:
+        """Context manager: return the tensors of both sites' blocks, kept in memory, and both sites' factors."""
+        paths = [weights.block_path(site.path) for site in sites]
+        with tensors_in_memory(self.sides[0], paths[0]), tensors_in_memory(self.sides[1], paths[1]):
+            factors = [
+                (side.factors or {}).get(site) or next(side.read_factors([site]))[0]
+                for side, site in zip(self.sides, sites, strict=True)
+            ]
+            models = [side.weights_model.model for side in self.sides]
+            blocks = [list_tensors(model.get_submodule(path)) for model, path in zip(models, paths, strict=True)]
+            yield blocks, (factors[0], factors[1])
 
     def _diagnose_site(
         self,
@@ -208,7 +207,7 @@ class Walk:
         blocks: Sequence[Mapping[str, Tensor]],
         factors: tuple[SiteFactors, SiteFactors],
         in_block: Sequence[str],
-    ) -> Iterator[tuple[Cause, list[float]]]:
+    ) -> Iterator[Cause]:
         """Yield the causes of one layer's difference as `diagnose_layers` does; add the differing tensors to `differ`.
 
         `blocks` are the tensors of both blocks, and `in_block` the attention modules of the first model's block. Each
@@ -287,22 +286,18 @@ class Walk:
             if site is None or source is None:
                 continue
             pair = source, sites[site]
-            with ExitStack() as stack:
-                for side, place in zip(self.sides, pair, strict=True):
-                    stack.enter_context(tensors_in_memory(side, weights.block_path(place.path)))
-                factors = self._read_factors(0, pair[0]), self._read_factors(1, pair[1])
+            with self._read_blocks(pair) as (blocks, factors):
                 layers = self._read_layers(pair, factors, in_block[weights.block_path(source.path)])
                 if layers is None or not layers[0].parts.keys() >= names:
                     continue
-                blocks = [self._tensors_of(number, place) for number, place in enumerate(pair)]
                 others = {name: part for name, part in layers[1].parts.items() if name not in names}
                 first, second = (add_spacing(layer) for layer in (layers[0].with_parts(others), layers[1]))
                 causes = [*diagnose_layers(first, second)]
                 changes = [
-                    replace(entry, cause=cause, errors=errors, whole=_rounds_all_matrices(cause, causes, blocks))
-                    for cause, errors in causes
+                    replace(entry, cause=cause, whole=_rounds_all_matrices(cause, len(causes), blocks))
+                    for cause in causes
                 ]
-            left = {name for cause, _ in causes if isinstance(cause, Unexplained) for name in cause.parts}
+            left = {name for cause in causes if isinstance(cause, Unexplained) for name in cause.parts}
             if left != names:
                 self.causes.remove(entry)
                 self.causes += changes
@@ -343,14 +338,12 @@ class Walk:
         }
         tied = [name for name in pairs if name in differ and sources[name][0] != sources[name][1]]
         causes = [*_diagnose_together(pairs)] if {*differ} & pairs.keys() else []
-        if tied and not any(cause.hypothesis == FOLDED for cause, _ in causes):
+        if tied and not any(cause.hypothesis == FOLDED for cause in causes):
             causes = [*_diagnose_together({name: sides for name, sides in pairs.items() if name not in tied})]
             for name in tied:
                 first, second = (side.parts[name] for side in pairs[name])
                 self.causes.append(FoundCause(None, _compare_tied(name, sources[name], first, second)))
-        self.causes += [
-            FoundCause(None, cause, errors, whole=cause.hypothesis in PRECISION) for cause, errors in causes
-        ]
+        self.causes += [FoundCause(None, cause, whole=cause.hypothesis in PRECISION) for cause in causes]
 
     def _stored_names(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return, for each model, the names of its tensors, mapped to the names under which their values are stored.
@@ -366,7 +359,7 @@ class Walk:
         return first, second
 
 
-def _diagnose_together(pairs: Mapping[str, Sequence[Layer]]) -> Iterator[tuple[Cause, list[float]]]:
+def _diagnose_together(pairs: Mapping[str, Sequence[Layer]]) -> Iterator[Cause]:
     """Diagnose several tensors together, each given as a pair of layers, and yield the causes."""
     if not pairs:
         return
@@ -442,12 +435,10 @@ def list_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     return parameters | {name: part for name, part in module.named_buffers() if name in saved}
 
 
-def _rounds_all_matrices(
-    cause: Cause, causes: Sequence[tuple[Cause, object]], blocks: Sequence[Mapping[str, Tensor]]
-) -> bool:
-    """Return True if a cause is a rounding of all matrices of a layer, including unchanged ones."""
+def _rounds_all_matrices(cause: Cause, count: int, blocks: Sequence[Mapping[str, Tensor]]) -> bool:
+    """Return True if one of a layer's `count` causes is a rounding of all its matrices, including unchanged ones."""
     if cause.hypothesis == "rounding":
-        return len(causes) == 1
+        return count == 1
     which, _, name = cause.hypothesis.rpartition("rounded to ")
     if name not in TYPES:
         return False
@@ -497,7 +488,9 @@ def _merge_causes(causes: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
                 text=_describe(entries, cause),
                 tensors=_list_parts(entries),
                 harmless=cause.harmless,
-                head_errors=[float(max(errors)) for errors in zip(*(entry.errors for entry in entries), strict=False)],
+                head_errors=[
+                    max(errors) for errors in zip(*(each.cause.head_errors for each in entries), strict=False)
+                ],
             )
         )
     return sorted(merged, key=lambda cause: (cause.harmless, cause.hypothesis in PRECISION))

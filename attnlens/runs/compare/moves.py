@@ -90,7 +90,7 @@ def describe_moves(moves: Mapping[Site, tuple[Site, list[str]]], sites: Sequence
             first, second = sorted((site, source), key=lambda each: places[each])
             of_both = f"{parts} of layers {first.layer_name} and {second.layer_name}"
             hypothesis, text, repair = "exchanged layers", f"{of_both} are exchanged", f"exchange {of_both}"
-        yield site, Cause(hypothesis, text, repair, (), 0.0, tuple(names))
+        yield site, Cause(hypothesis, text, repair, parts=tuple(names))
 
 
 def _describe_step(step: int) -> str:

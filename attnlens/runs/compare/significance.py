@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from scipy.optimize import brentq
-from scipy.special import (
-    digamma,
-    ndtri,
-    polygamma,
-    stdtr,
-    stdtrit,
-)  # not scipy.stats, whose import takes a third of a second
+from scipy.special import digamma, ndtri, polygamma, stdtr, stdtrit  # importing scipy.stats takes a third of a second
 from torch import Tensor
 
 from attnlens.analyzers.registry import FORMS, KEY_ANGLE, OWN_ROWS, QUERY_ANGLE, ROWS, Analyzer

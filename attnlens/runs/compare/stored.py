@@ -28,21 +28,18 @@ def compare_stored(sides: Sides, reports: tuple[Report, Report], fdr: float) -> 
 
     def visit(site: Site, factors: tuple[SiteFactors, SiteFactors]) -> None:
         """Compute the distances between the forms of one site, and find the identical heads."""
-        first, second = factors
-        if not isinstance(first, Factors) or not isinstance(second, Factors):
+        if not isinstance(factors[0], Factors) or not isinstance(factors[1], Factors):
             return
-        forms = first.query_key, second.query_key
-        if forms[0].query.shape != forms[1].query.shape or forms[0].paired_key.shape != forms[1].paired_key.shape:
+        first, second = factors[0].query_key, factors[1].query_key
+        if first.query.shape != second.query.shape or first.paired_key.shape != second.paired_key.shape:
             return
-        table = form_distances(*forms)
-        for name, values in table.items():
+        for name, values in form_distances(first, second).items():
             for head, value in enumerate(values):
                 distances[site.name, head, name] = finite_or_none(value)
-        pairs = [(getattr(form, name) for form in forms) for name in ("query", "paired_key")]
-        equal = [[torch.equal(*parts) for parts in zip(*pair, strict=True)] for pair in pairs]
-        for head, same in enumerate(map(all, zip(*equal, strict=True))):
-            same_scale = forms[0].scale == forms[1].scale
-            relations[site.name, head] = "identical" if same and same_scale else None
+        pairs = (first.query, second.query), (first.paired_key, second.paired_key)
+        for head in range(len(first.heads)):
+            same = first.scale == second.scale and all(torch.equal(one[head], other[head]) for one, other in pairs)
+            relations[site.name, head] = "identical" if same else None
 
     described = describe_models(sides, sites, {}, visit)
     heads, others = reports[0].heads, reports[1].heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
@@ -172,12 +172,6 @@ def report_stages(progress: Progress, units: Mapping[str, WorkUnit]) -> Callable
     for stage in (*stages[:1], ALL):
         report(stage, 0)
     return report_unit
-
-
-def read_sites(run: PreparedRun, calls: Sequence[SiteCall], sites: Collection[Site], inputs: texts.Batches) -> Results:
-    """Measure `sites` of a verified model on `inputs`, in this process."""
-    inspection = inspect_sites(run, calls, [each for each in calls if each.site in sites], inputs)
-    return Results(inspection, {name: inspection.read_unit(name) for name in inspection.units})
 
 
 def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:

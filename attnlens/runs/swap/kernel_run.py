@@ -66,7 +66,7 @@ from attnlens.runs.outputs import Variant, enough_memory, measure_peak, run, spe
 from attnlens.runs.progress import AddSteps, Progress, start_stage, time_stage
 from attnlens.runs.store import Keep, Store, hash_json, keep_nothing
 from attnlens.runs.swap.fit import MOST_FITTED, fit
-from attnlens.runs.swap.sites import SwapSetup, choose_sites, head_shapes, measure_leaks, measure_sites, refuse_random
+from attnlens.runs.swap.sites import LeakTest, SwapSetup, choose_sites, head_shapes, measure_sites, refuse_random
 from attnlens.runs.swap.sweep import FEWEST_HEADS, SweptMeasures, find_predictors, list_units, measure_heads, sweep
 from attnlens.runs.work import Stopped
 
@@ -449,9 +449,8 @@ class KernelRun:
             self._fit()
         user = "" if self.kernel.info.built_in else self.kernel.info.name
         refuse_random(session.setup(self.last.swaps), session.probe)
-        errors = measure_leaks(
-            session.loaded, session.sites, session.probe, session.variant(self.last), session.seed, user
-        )
+        leaks = LeakTest(session.loaded, session.probe, session.variant(self.last), session.seed, user)
+        errors = leaks.measure(session.sites)
         with time_stage(timings, "compare"):
             self._compare()
         if session.train is not None and session.calibrated is not None:

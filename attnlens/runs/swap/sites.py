@@ -71,77 +71,73 @@ def refuse_random(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> None:
         hooks.forward(setup.loaded.model, inputs)
 
 
-def measure_leaks(
-    loaded: Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = ""
-) -> dict[str, float | str]:
-    """Return `causality_error` and `mask_error`, each a number or the reason for a missing number.
+@dataclass(frozen=True)
+class LeakTest:
+    """Test whether a model's outputs under a new kernel depend on later tokens or on padding."""
 
-    Raise IdentityError on a leak. `user` is the kernel's name if a user registered it; the remedy then asks for a
-    correction of the kernel.
-    """
-    decodes = any(site.part == "decoder" for site in sites)
-    causality: float | str = "every token of this model can attend to every other token"
-    if decodes and not inputs.keys().isdisjoint(MASKS):
-        causality = causality_error(loaded, inputs, variant, seed, user)
-    left = decodes and "decoder_input_ids" not in inputs  # causality alone hides padding on the right
-    return {"causality_error": causality, "mask_error": mask_error(loaded, inputs, variant, seed, user, left=left)}
+    loaded: Loaded
+    inputs: Mapping[str, Tensor]
+    variant: Variant  # context in which the model has the new kernel
+    seed: int
+    user: str = ""  # name of the kernel if a user registered it; the remedy is then to correct the kernel
 
+    def measure(self, sites: Sequence[Site]) -> dict[str, float | str]:
+        """Return `causality_error` and `mask_error`, each a number or the reason for a missing number.
 
-def causality_error(
-    loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = ""
-) -> float | str:
-    """Measure the relative change of outputs in the first half of sequences if the ids in the second half change.
+        Raise IdentityError on a leak.
+        """
+        decodes = any(site.part == "decoder" for site in sites)
+        causality: float | str = "every token of this model can attend to every other token"
+        if decodes and not self.inputs.keys().isdisjoint(MASKS):
+            causality = self.causality_error()
+        left = decodes and "decoder_input_ids" not in self.inputs  # causality alone hides padding on the right
+        return {"causality_error": causality, "mask_error": self.mask_error(left=left)}
 
-    Return the reason if this can't be measured. Raise IdentityError if only the new kernel causes a change.
-    """
-    name = next(name for name in MASKS if name in inputs)
-    ids = inputs[name]
-    half = ids.shape[1] // 2
-    pair = inputs, {**inputs, name: torch.cat([ids[:, :half], _draw_ids(loaded, ids[:, half:], seed)], 1)}
-    return _check_error(loaded, pair, variant, slice(0, half), "later tokens change", "leaks future tokens", user)
+    def causality_error(self) -> float | str:
+        """Measure the relative change of outputs in the first half of sequences if the ids in the second half change.
 
+        Return the reason if this can't be measured. Raise IdentityError if only the new kernel causes a change.
+        """
+        name = next(name for name in MASKS if name in self.inputs)
+        ids = self.inputs[name]
+        half = ids.shape[1] // 2
+        changed = torch.cat([ids[:, :half], _draw_ids(self.loaded, ids[:, half:], self.seed)], 1)
+        pair = self.inputs, {**self.inputs, name: changed}
+        return self._check(pair, slice(0, half), "later tokens change", "leaks future tokens")
 
-def mask_error(
-    loaded: Loaded, inputs: Mapping[str, Tensor], variant: Variant, seed: int, user: str = "", *, left: bool
-) -> float | str:
-    """Measure the relative change of outputs at real tokens if the padding before (`left`) or after them changes.
+    def mask_error(self, *, left: bool) -> float | str:
+        """Measure the relative change of outputs at real tokens if the padding before (`left`) or after them changes.
 
-    Return the reason if this can't be measured. Raise IdentityError if only the new kernel causes a change.
-    """
-    if "attention_mask" not in inputs:
-        return "the model does not support padding"
-    if "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
-        return NO_ROWS
-    pair = _pad_randomly(loaded, inputs, seed + 1, left=left), _pad_randomly(loaded, inputs, seed + 2, left=left)
-    return _check_error(loaded, pair, variant, slice(None), "the padding's content changes", "attends to padding", user)
+        Return the reason if this can't be measured. Raise IdentityError if only the new kernel causes a change.
+        """
+        if "attention_mask" not in self.inputs:
+            return "the model does not support padding"
+        if "input_ids" not in self.inputs or self.inputs["input_ids"].shape[1] < 2:
+            return NO_ROWS
+        pair = [_pad_randomly(self.loaded, self.inputs, self.seed + number, left=left) for number in (1, 2)]
+        return self._check(pair, slice(None), "the padding's content changes", "attends to padding")
 
+    def _check(self, pair: Sequence[Mapping[str, Tensor]], positions: slice, when: str, flaw: str) -> float | str:
+        """Return the relative difference of the outputs, or why it is unknown.
 
-def _check_error(
-    loaded: Loaded,
-    pair: tuple[Mapping[str, Tensor], ...],
-    variant: Variant,
-    positions: slice,
-    when: str,
-    flaw: str,
-    user: str,
-) -> float | str:
-    """Return the outputs' relative change, or why it is unknown.
-
-    Raise IdentityError if the change is large only with the new kernel.
-    """
-    error = _relative_difference(loaded, pair, variant, positions)
-    if error is None:
-        return NO_ROWS
-    if error <= TOLERANCE:
-        return error
-    original = _relative_difference(loaded, pair, nullcontext, positions)
-    if original is not None and original > TOLERANCE:
-        return f"even under the model's own kernel, the outputs change by {original:.1e} when {when}"
-    kernel, remedy = "the new kernel", "so attnlens reports no numbers for it. Please report this as a bug."
-    if user:
-        kernel, remedy = f"your kernel {user}", "but log k of a query and a key must not depend on other tokens."
-    problem = f"With {kernel}, the outputs change by {error:.1e} when {when}."
-    raise IdentityError(problem, f"The kernel {flaw}, {remedy}")
+        Raise IdentityError if the difference is large only with the new kernel.
+        """
+        error = _relative_difference(self.loaded, pair, self.variant, positions)
+        if error is None:
+            return NO_ROWS
+        if error <= TOLERANCE:
+            return error
+        original = _relative_difference(self.loaded, pair, nullcontext, positions)
+        if original is not None and original > TOLERANCE:
+            return f"even under the model's own kernel, the outputs change by {original:.1e} when {when}"
+        kernel, remedy = "the new kernel", "so attnlens reports no numbers for it. Please report this as a bug."
+        if self.user:
+            kernel, remedy = (
+                f"your kernel {self.user}",
+                "but log k of a query and a key must not depend on other tokens.",
+            )
+        problem = f"With {kernel}, the outputs change by {error:.1e} when {when}."
+        raise IdentityError(problem, f"The kernel {flaw}, {remedy}")
 
 
 def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:

@@ -21,7 +21,8 @@ from attnlens.models.texts.targets import NOTHING, Fed, output_options, states_o
 from attnlens.records import Effect, Prediction, Predictor, Settings, Site, Task
 from attnlens.runs import checks
 from attnlens.runs.inspect.inspection import PreparedRun
-from attnlens.runs.inspect.pipeline import read_sites
+from attnlens.runs.inspect.pipeline import inspect_sites
+from attnlens.runs.inspect.results import Results
 from attnlens.runs.outputs import divergence, predictions, sequence_losses, sequence_means
 from attnlens.runs.progress import AddSteps
 from attnlens.runs.store import Keep, keep_nothing
@@ -49,8 +50,10 @@ def measure_heads(loaded: Loaded, batches: texts.Batches, settings: Settings, un
     """Compute the scalar measures of `inspect` for the heads in `units`, from weights and one pass over the batches."""
     analyzers = registry.select_sweep_analyzers()
     sites = checks.survey_model(loaded, batches.batches[0].inputs).sites
-    run = PreparedRun(loaded, settings, analyzers)
-    results = read_sites(run, sites, {site for site, _ in units}, batches)
+    chosen = {site for site, _ in units}
+    site_calls = [each for each in sites if each.site in chosen]
+    inspection = inspect_sites(PreparedRun(loaded, settings, analyzers), sites, site_calls, batches)
+    results = Results(inspection, {name: inspection.read_unit(name) for name in inspection.units})
     measures = {(record.site, record.head): record.measures for record in results.heads}
     values, windows = dict[str, Tensor](), dict[str, Tensor]()
     reasons, constant = dict[str, str](), list[str]()
