@@ -28,10 +28,9 @@ from attnlens.maths.statistics import Design
 from attnlens.models import hooks, texts
 from attnlens.models.texts import Cut
 from attnlens.models.texts.targets import feed
-from attnlens.records import Pair, Rise, read_plan
+from attnlens.records import Pair, Rise
 from attnlens.report import export
 from attnlens.report.pictures.swaps import budget_note
-from attnlens.report.report import read_report
 from attnlens.report.sections.plans import plan_lines, plan_rows
 from attnlens.runs.swap import fit as fit_module
 from attnlens.runs.swap.pipeline import swap_kernel
@@ -597,12 +596,6 @@ def test_the_number_of_keys_at_which_operations_fall(monkeypatch, form, rank, sa
 
 
 # --- files, tables, pictures ------------------------------------------------------------------------------------------
-def test_a_plan_survives_its_file_and_the_report(report, tmp_path):
-    report.plan.write_json(tmp_path / "plan.json")
-    read = read_plan(tmp_path / "plan.json")
-    assert read.to_json() == report.plan.to_json()
-    report.write_json(tmp_path / "report.json")
-    assert read_report(tmp_path / "report.json").plan == read
 
 
 def test_tables_and_pictures_show_every_rank(report, tmp_path):
