@@ -215,18 +215,9 @@ def test_more_scores_than_the_rank_can_be_are_allowed_with_a_warning(says):
     assert "\n" not in str(warned[0].message)
     own_line = __file__, WARNED[says].__code__.co_firstlineno
     assert (warned[0].filename, warned[0].lineno) == own_line, "it points at the caller's line"
-
-
-def test_further_scores_add_no_rank():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        enough = [heads_of(DIM), heads_of(4, samples=4)]
-    with pytest.warns(UserWarning, match="limits the rank"):
-        more = [heads_of(DIM + 3), heads_of(6, samples=4)]
-    for heads in (*enough, *more):
-        q, k, x = drawn(20)
-        heads(q, k, rows=x if heads.samples else None)
-        assert (torch.linalg.matrix_rank(heads.last[0].detach()) == min(DIM, heads.samples or DIM)).all()
+        heads_of(DIM), heads_of(4, samples=4)
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
@@ -427,21 +418,6 @@ def test_the_record_grows_with_another_part_and_is_of_the_model_alone():
     model.config.architectures = ["BertForMaskedLM"]
     assert primal.build(model.config, [0], scores=5).config.attnlens_primal == [{"layer": 0, "scores": 5, "samples": 0}]
     assert model.config.attnlens_primal == both
-
-
-def test_a_model_keeps_its_weights_and_its_other_layers():
-    canonical = families.build("bert").eval()
-    seen = {}
-    canonical.bert.encoder.layer[0].register_forward_hook(lambda *a: seen.setdefault("before", a[-1]))
-    batch = families.inputs("bert", canonical)
-    with torch.no_grad():
-        own = canonical(**batch).logits
-        built = primal.build(canonical, "last", scores=5)
-        built.bert.encoder.layer[0].register_forward_hook(lambda *a: seen.setdefault("after", a[-1]))
-        assert (built(**batch).logits - own).abs().max() > 1e-2
-    before, after = (z[0] if isinstance(z, tuple) else z for z in (seen["before"], seen["after"]))
-    mask = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones(before.shape[:2]).bool()
-    assert_close(after[mask], before[mask], rtol=1e-4, atol=1e-5)
 
 
 def test_a_causal_model_never_looks_ahead_and_padding_does_not_matter():
