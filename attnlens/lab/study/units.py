@@ -141,7 +141,10 @@ def train(
                 best = _copy_weights(model)
             outcome.curve.append((step, loss))
             if state is not None:
-                _save_training(state, model, optimiser, outcome, best)
+                moments = optimiser.state_dict()["state"]
+                parts = {"outcome": asdict(outcome), "model": _copy_weights(model), "best": best, "moments": moments}
+                random = {"random": torch.get_rng_state(), "random of the GPU": torch.cuda.get_rng_state_all()}
+                state.keep("state", parts | random)
             start = time.perf_counter()
     model.load_state_dict(best)
     (_, first), *later = outcome.curve
@@ -150,19 +153,10 @@ def train(
     return outcome
 
 
-def _save_training(
-    state: Store, model: nn.Module, optimiser: torch.optim.Optimizer, outcome: RunOutcome, best: dict[str, Tensor]
-) -> None:
-    moments = optimiser.state_dict()["state"]
-    parts = {"outcome": asdict(outcome), "model": _copy_weights(model), "best": best, "moments": moments}
-    random = {"random": torch.get_rng_state(), "random of the GPU": torch.cuda.get_rng_state_all()}
-    state.keep("state", parts | random)
-
-
 def _restore_training(
     state: Store, model: nn.Module, optimiser: torch.optim.Optimizer
 ) -> tuple[RunOutcome, dict[str, Tensor]] | None:
-    """Restore the state saved by `_save_training`, if any; return the outcome and best weights so far, or else None."""
+    """Restore the state saved by `train`, if any; return the outcome and best weights so far, or else None."""
     if (saved := state.load("state")) is None:
         return None
     model.load_state_dict(saved["model"])
