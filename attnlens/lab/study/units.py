@@ -249,10 +249,8 @@ def model_folder(store: Store, name: str) -> Path:
     return Path(store.folder) / "models" / file_stem(name)
 
 
-MEASURES = (  # measures of W_Q W_Kᵀ, and of log k on held-out sequences
-    *("weights.symmetry", "weights.positivity", "weights.effective_rank"),
-    *("tokens.share_skew", "tokens.share_positive", "tokens.entropy", "tokens.max_weight", "tokens.effective_rank"),
-)
+MEASURES = {"weights.symmetry", "weights.positivity", "weights.effective_rank"}  # of W_Q W_Kᵀ
+MEASURES |= {f"tokens.{name}" for name in ("share_skew", "share_positive", "entropy", "max_weight", "effective_rank")}
 SEQUENCES = 8  # sequences on which tokens.* are measured
 
 
