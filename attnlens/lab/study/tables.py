@@ -93,8 +93,9 @@ TABLES = {
 }
 """The papers' tables by their name on the command line.
 
-Tsai et al.: Language models use positions as a product (Eq. 5), without positions in the values, and translation models
-the direct sum (Eq. 4), with positions in the values. In Table 1, values contain positions with the direct sum and, in
-language models, with the look-up table. Cells without positions keep W_Q = W_K of Eq. 9, so that only positions are
-removed. Chen et al.: For primal layers, s (at most head_dim) and η (0, or as in their code) are searched.
+`kernels`: As in Tsai et al., language models use a product with positions (Eq. 5) and values without positions;
+translation models use the direct sum (Eq. 4) and values with positions. `positions`: Values contain positions with the
+direct sum and, in language models, with the look-up table. `order`: Models without positions keep W_Q = W_K of Eq. 9,
+so that only the positions are removed. `primal`: The number of scores (at most head_dim) and η (0, or as in the
+published code) are searched.
 """
