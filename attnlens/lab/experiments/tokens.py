@@ -65,9 +65,11 @@ class Study:
         setting is changed.
         """
         standard = replace(self.full, **self.quick) if quick else self.full
-        used = {NAMES.get(name, name) for name in USES[self.name]}
-        applied = {NAMES.get(option, option): value for option, value in overrides.items() if option in USES[self.name]}
-        settings = replace(standard, **applied | ({"d": (applied["d"],)} if "d" in applied else {}))
+        used = {NAMES.get(option, option): option for option in USES[self.name]}  # setting → option
+        applied = {name: overrides[option] for name, option in used.items() if option in overrides}
+        if "d" in applied:
+            applied["d"] = (applied["d"],)
+        settings = replace(standard, **applied)
         same = replace(settings, seed=standard.seed, trials=standard.trials) == standard
         settings = replace(settings, published=same and settings.trials >= self.quick["trials"])
         experiment = self.function(settings, progress)
@@ -98,6 +100,7 @@ class Figure:
 
 
 UNPUBLISHED = Figure()
+REIMPLEMENTED = partial(Figure, origin="reimplementation")
 
 
 def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -106,7 +109,7 @@ def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, 
     def present(field: str, default: object = None) -> dict[str, Any]:
         return {name: getattr(row, field) for name, row in rows.items() if getattr(row, field) != default}
 
-    published, origins = present("published"), present("origin", "published")
+    published = present("published")
     return {
         "final": {name: row.value for name, row in rows.items()},
         "errors": present("error"),
@@ -114,7 +117,7 @@ def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, 
         "published": published or None,
         "tolerance": present("tolerance") or None,
         "bounds": present("bound", "within"),
-        "origins": {name: origin for name, origin in origins.items() if name in published},
+        "origins": {name: origin for name, origin in present("origin", "published").items() if name in published},
         "labels": present("label") | dict(labels or {}),
     }
 
@@ -137,14 +140,13 @@ def share_figure(share: float, trials: int, label: str, published: float | None,
         return Figure(share, error, label)
     p = min(max(published, 1 / trials), 1 - 1 / trials)
     tolerance = 3 * math.sqrt(p * (1 - p) * (1 / trials + 1 / published_trials))
-    return Figure(share, error, label, published, tolerance, origin="reimplementation")
+    return REIMPLEMENTED(share, error, label, published, tolerance)
 
 
 def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantity: str, **fields: str | bool) -> Curve:
     """Compute median and quartiles at each step over trials that have a value; `fields` are other fields of Curve."""
-    low, median, high = (
-        [None if row.isnan().all() else row.nanquantile(share).item() for row in values] for share in (0.25, 0.5, 0.75)
-    )
+    quartiles = values.nanquantile(torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype), dim=1)  # NaN: no trial
+    low, median, high = ([None if math.isnan(each) else each for each in row] for row in quartiles.tolist())
     known = {"steps": list(steps), "median": median, "low": low, "high": high, "quantity": quantity}
     return Curve.model_validate(known | fields)
 
@@ -234,12 +236,6 @@ def grid(iterations: int) -> list[int]:
 
 
 GOLDEN_GAP = 1e-9  # relative duality gap at which both solvers stop, well below the tolerance
-PROMPTS: dict[str, tuple[list[list[list[float]]], list[int], float]] = {
-    "prompt_a": ([[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]], [0], 0.5 / 1.01),
-    "prompt_b": ([[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]], [1], 0.5),
-    "prompt_c": ([[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, -1.0]], [[0.0, 0.0], [0.5, 1.0]]], [1, 1, 1], 17 / 18),
-}
-"""Name → tokens, chosen token of each input, and ½‖p‖² of the SVM solution p."""
 LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6354791607992585)}
 """Seed of a random instance → least Frobenius and nuclear norm of W."""
 
@@ -255,9 +251,7 @@ def golden() -> Experiment:
             figures |= {"nuclear": nuclear.norm, "rank": None if nuclear.W is None else attsvm.nuclear_rank(nuclear.W)}
         for what, value in known.items():
             label = f"{name.replace('_', ' ')} {labels[what]}"
-            rows[f"{name}_{what}"] = Figure(
-                figures[what], label=label, published=value, tolerance=1e-6, origin="reimplementation"
-            )
+            rows[f"{name}_{what}"] = REIMPLEMENTED(figures[what], label=label, published=value, tolerance=1e-6)
     return Experiment(
         name="golden instances",
         question="Do the solutions of the reference instances agree with those of a general convex solver?",
@@ -269,18 +263,8 @@ def golden() -> Experiment:
 
 def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
     """Return, by name, each reference instance's problem and known figures (half_square, frobenius, nuclear, rank)."""
-    problems = {
-        name: (attsvm.prompt(torch.tensor(prompts).double(), torch.tensor(chosen)), {"half_square": known})
-        for name, (prompts, chosen, known) in PROMPTS.items()
-    }
+    problems = {}
     # prompt d: 3 inputs of 7 tokens near (1, 0), (−1, 1) and (−½, −½), with score 1 or ½; the first token is chosen
-    tokens = torch.randn(3, 7, 3, generator=torch.Generator().manual_seed(0)) * 0.2
-    tokens[:, 0] += torch.tensor([1.0, 0.0, 0.0])
-    tokens[:, 1:4] += torch.tensor([-1.0, 1.0, 0.0])
-    tokens[:, 4:] += torch.tensor([-0.5, -0.5, 0.0])
-    tokens[:, 0, -1], tokens[:, 1:, -1] = 1.0, 0.5
-    problems["prompt_d"] = attsvm.prompt(tokens.double(), torch.zeros(3, dtype=torch.long)), {"half_square": 0.3131888}
-    # the file has tokens X, queries Z, head v, labels Y, chosen tokens and known figures of each instance
     for name, instance in json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8")).items():
         tokens, queries = (torch.tensor(instance[part], dtype=torch.float64) for part in ("X", "Z"))
         problems[name] = (attsvm.selection(tokens, queries, torch.tensor(instance["chosen"])), instance["known"])
@@ -369,7 +353,6 @@ def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
 
 TIGHT = 1e-8  # relative duality gap of the nuclear solver: singular values that should be 0 are then below 1e-5·σ₁
 LONGER = 5  # factor by which W is trained longer than published
-REIMPLEMENTED = partial(Figure, origin="reimplementation")
 CORRELATIONS = {
     "W_to_frobenius": REIMPLEMENTED(published=0.991, tolerance=0.01),
     "W_to_nuclear": REIMPLEMENTED(published=0.858, tolerance=0.03),

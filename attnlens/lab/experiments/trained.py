@@ -167,7 +167,8 @@ def measure_decay(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"
                 values = linalg.product_singular_values(e * part.log_multipliers.exp()[:, None], r)
                 attention = linalg.cumulative(values)
         call, query_key = record_calls(model, held_out)[-1]
-    attention = attention_curve(query_key) if attention is None else attention
+    if attention is None:
+        attention = attention_curve(query_key)
     spectra = attention, cosine_curve(call), cosine_curve(call, averaged=True)
     return {"loss": loss} | {name: values.mean(0) for name, values in zip(MATRICES, spectra, strict=True)}
 
@@ -223,9 +224,7 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
         shares = [third[..., 0].mean(-1) for third in thirds]
         for third, values, spectrum in zip(THIRDS, shares, thirds, strict=True):
             rows[f"{name}_{third}"] = average_trials(values, f"{name}, {third} third")
-            curves[f"{name}: {third} third"] = _head_curve(
-                spectrum.mean(0), name, f"{third} third"
-            )  # means over windows
+            curves[f"{name}: {third} third"] = _head_curve(spectrum.mean(0), name, f"{third} third")
         rows[f"{name}_last_minus_first"] = average_trials(shares[-1] - shares[0], f"{name}, last − first")
         rises = all(low < high for low, high in pairwise([float(values.mean()) for values in shares]))
         holding[f"{name}_holds"] = Figure(float(rises), label=f"{name}, claim holds")
@@ -278,14 +277,13 @@ class Case(NamedTuple):
 def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
     """Compute each identity's largest error over all kernels, and the control's least |J|, which must not be 0."""
     all_cases, all_errors = list(build_cases(seed)), list[dict[str, float]]()
-    for done, case in enumerate(all_cases):
+    for done, case in enumerate(all_cases, 1):
         all_errors.append(measure_errors(case, seed))
-        progress("KSVD identities", done + 1, len(all_cases))
+        progress("KSVD identities", done, len(all_cases))
     identity = partial(Figure, published=0.0, tolerance=LIMIT, bound="at most")
     rows = {name: identity(max(each[name] for each in all_errors), label=LABELS.get(name)) for name in all_errors[0]}
-    control = min(each[CONTROL] for each in all_errors)
-    label = "J perturbed (control)"
-    rows[CONTROL] = Figure(control, label=label, published=MOVED, bound="at least", origin="control")
+    control = partial(Figure, label="J perturbed (control)", published=MOVED, bound="at least", origin="control")
+    rows[CONTROL] = control(min(each[CONTROL] for each in all_errors))
     return Experiment(
         name="KSVD identities",
         question="Do primal and dual kernel SVD agree, with J = 0 at the solution and J ≠ 0 in the perturbed control?",
@@ -322,14 +320,13 @@ def measure_errors(case: Case, seed: int) -> dict[str, float]:
     remainder = torch.linalg.svdvals(kernel)[len(sigma) :].norm()
     noise = torch.randn(solution.left.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     perturbed = replace(solution, left=solution.left + NOISE * noise)  # not a kernel SVD
-    rank_s_error = (torch.linalg.matrix_norm(kernel - e @ solution.right.mT) - remainder).abs() / kernel.norm()
     return {
         "eigen_residual": float(ksvd.matrix_residual(solution, kernel)),
         "primal_minus_dual": _largest(e - solution.e, r - solution.r) / top,
         "Λe − h": _largest(weights.multipliers * e - solution.left, weights.multipliers * r - solution.right),
         "J": _objective(case, solution),
         "Σe² − σ²": _largest(e.square().sum(0) - sigma.square()) / top**2,
-        "rank_s_error": float(rank_s_error),
+        "rank_s_error": float(((kernel - e @ solution.right.mT).norm() - remainder).abs() / kernel.norm()),
         CONTROL: _objective(case, perturbed),
     }
 

@@ -223,14 +223,12 @@ def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
         if W is not None and not problem.equal.all() and bool(problem.equal.any()) == cyclic:
             break
     else:
-        kind = "a cyclic" if cyclic else "an acyclic"
-        wanted = f"{kind} token-priority graph with an SVM solution"
+        wanted = f"{'a cyclic' if cyclic else 'an acyclic'} token-priority graph with an SVM solution"
         remedy = "Choose a larger d, or more or longer sequences."
         raise UsageError(f"None of {TRIES} random corpora has {wanted}.", remedy)
     tokens, hits = embeddings[inputs], inputs == labels
     features = (tokens[..., :, None] * tokens[:, -1:, None, :]).flatten(2)
-    equal = problem.equal
-    ties = (problem.differences[equal][:, :, None] * problem.paired_queries[equal][:, None, :]).flatten(1)
+    ties = torch.einsum("ka,kb->kab", problem.differences, problem.paired_queries)[problem.equal].flatten(1)
     _, values, basis = torch.linalg.svd(ties, full_matrices=False)
     basis = basis[values > SAME * values.amax()] if len(values) else basis
     within = features @ basis.mT @ basis

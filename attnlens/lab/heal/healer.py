@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_map_only  # private: torch has no public map over nested arguments
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -60,8 +61,8 @@ def trainable(
         _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Detach a module's inputs, since a weight shared by several calls also affects the inputs of later calls."""
-        values = [value.detach() if isinstance(value, Tensor) else value for value in (*args, *kwargs.values())]
-        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        return args, kwargs
 
     leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     attentions = filter(hooks.is_attention, model.modules())
@@ -74,9 +75,9 @@ def trainable(
 
 def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradient of a random linear combination of `parts` with respect to each leaf that affects them."""
-    generator = torch.Generator().manual_seed(0)
-    sums = [(part * torch.randn(part.shape, generator=generator).to(part)).sum() for part in parts if part.numel()]
-    total = sum((part.float() for part in sums), torch.zeros(()))
+    generator, total = torch.Generator().manual_seed(0), torch.zeros(())
+    for part in parts:
+        total = total + (part * torch.randn(part.shape, generator=generator).to(part)).sum().float()
     if not leaves or not total.requires_grad:
         return {}
     gradients = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, allow_unused=True)
@@ -155,8 +156,8 @@ class Healer(SwapSetup):
         self.swaps = expand_parameters(self, [batch])
         if self.options.ksvd_convention == "code":  # initialise Λ to √(nΛ), n the sequence length, where J is 0
             for site, swap in self.swaps.items():
-                fitted = swap.kernel.fitted
                 if swap.kernel.info.form == "output":
+                    fitted = swap.kernel.fitted
                     multipliers = (fitted["log_multipliers"] + fitted["tokens"].log()[:, None]) / 2
                     kernel = swap.kernel.with_fitted({**fitted, "log_multipliers": multipliers})
                     self.swaps = {**self.swaps, site: hooks.Replacement(kernel, swap.heads)}
@@ -174,15 +175,11 @@ class Healer(SwapSetup):
                 problem = "Checkpointing needs blocks that run exactly once per forward pass; this model has none."
                 raise ModelError(problem, "Pass checkpointing=False.")
         for site, swap in self.swaps.items():
-            shared, sizes = (
-                shared_indices(swap.kernel.fitted),
-                partial(_step_sizes, swap.kernel, self.options.ksvd_convention),
-            )
-            self.parameters[site] = {
-                name: Trained.of(part.float(), sizes(name), shared.get(name))
-                for name, part in swap.kernel.fitted.items()
-                if name in swap.kernel.trainable
-            }
+            shared, self.parameters[site] = shared_indices(swap.kernel.fitted), {}
+            for name, part in swap.kernel.fitted.items():
+                if name in swap.kernel.trainable:
+                    sizes = _step_sizes(swap.kernel, self.options.ksvd_convention, name)
+                    self.parameters[site][name] = Trained.of(part.float(), sizes, shared.get(name))
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -193,7 +190,7 @@ class Healer(SwapSetup):
     @property
     def count(self) -> int:
         """Number of trained entries."""
-        parameters = [part.change.numel() for by_name in self.parameters.values() for part in by_name.values()]
+        parameters = (part.change.numel() for by_name in self.parameters.values() for part in by_name.values())
         return sum(part.count for part in self.weights.values()) + sum(parameters)
 
     def healed_swaps(self) -> hooks.Swaps:
@@ -228,15 +225,13 @@ class Healer(SwapSetup):
 
     def collect_penalties(self, swaps: hooks.Swaps, penalties: list[Tensor]) -> Callable[[Site, Call], None] | None:
         """Return a function that appends J² of an attention call to `penalties`; None if J² is not part of the loss."""
-        if not self.options.eta:
-            return None
 
         def visit(site: Site, call: Call) -> None:
             swap = swaps[site]
             part = call if swap.heads is None else call.select(swap.heads)
             penalties.append(regulariser(part, swap.kernel, self.options.ksvd_convention))
 
-        return visit
+        return visit if self.options.eta else None
 
     @contextmanager
     def run_student(
@@ -249,9 +244,10 @@ class Healer(SwapSetup):
         inside the `with` block, because the backward pass can recompute modules.
         """
         model, options = self.loaded.model, output_options(self.task)
-        text = targets if self.options.learn == "text" else None
-        with torch.no_grad():
-            original = None if text is not None else self._select_output(hooks.forward(model, inputs, **options))
+        text, original = targets if self.options.learn == "text" else None, None
+        if text is None:
+            with torch.no_grad():
+                original = self._select_output(hooks.forward(model, inputs, **options))
         swaps, values = self.healed_swaps(), {name: part.value for name, part in self.weights.items()}
         with (
             hooks.replace(model, self.sites, swaps, self.path, visit=self.collect_penalties(swaps, penalties)),

@@ -157,9 +157,8 @@ def train_swap(
     evaluate = partial(mean_loss, model, session.fed, session.task)
     add_steps, stages = run.start_stage(name, int(options.train.number)), STAGES[1:] if control else STAGES
     records: list[Healing] = []
-    peak = measure_peak(
-        model, lambda: records.append(run_training(healer, calibrated, evaluate, add_steps, state, stages))
-    )
+    training = partial(run_training, healer, calibrated, evaluate, add_steps, state, stages)
+    peak = measure_peak(model, lambda: records.append(training()))
     reasons = {} if peak is not None else {"peak_memory_bytes": NO_PEAK}
     return records[0].model_copy(update={"peak_memory_bytes": peak, "reasons": reasons}), healer
 
@@ -224,10 +223,9 @@ def run_training(
 def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]:
     """Return training batches, and held-out batches spread over the texts; raise TextError for a single batch."""
     if len(batches) < 2:
-        problem = (
-            "Healing needs at least two batches of calibration text: one to train on, one to choose the best step."
-        )
-        raise TextError(problem, "Give a longer text with --calibration, or a smaller --batch-size.")
+        needed = "two batches of calibration text: one to train on, one to choose the best step"
+        remedy = "Give a longer text with --calibration, or a smaller --batch-size."
+        raise TextError(f"Healing needs at least {needed}.", remedy)
     if healer.options.learn == "text":
         fed = feed(healer.loaded, batches, healer.task, healer.seed)
     else:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from attnlens.errors import UsageError
 from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.attention import attend
-from attnlens.kernels.lowrank import AFTER, ALL, BEFORE, OUTPUT, Latents, MapsFit
+from attnlens.kernels.lowrank import AFTER, ALL, BEFORE, Latents, MapsFit
 from attnlens.kernels.pair_weights import pairs_weighted
 from attnlens.models import hooks, texts
 from attnlens.models.hooks.survey import iterate_unpadded
@@ -41,12 +41,7 @@ def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
     groups = [1, ALL] if max(key_heads) > 1 else [1]
     invertible = not any(isinstance(turn, str) for turn in find_turns(loaded, list(swaps)).values())
     rotations = [AFTER, BEFORE] if invertible else [AFTER]
-    return [_with(kernel, group=group, rotation=rotation) for rotation in rotations for group in groups]
-
-
-def weight_by_output(form: Kernel) -> Kernel:
-    """Return a copy of the form that weights pairs of tokens equally by attention and by effect on the predictions."""
-    return _with(form, metric=OUTPUT)
+    return [with_parameters(kernel, group=group, rotation=rotation) for rotation in rotations for group in groups]
 
 
 def form_name(form: Kernel) -> str:
@@ -56,11 +51,9 @@ def form_name(form: Kernel) -> str:
     return ",".join(f"{name}={words[name].get(value, f'{value:g}')}" for name, value in values.items())
 
 
-def _with(kernel: Kernel, **parameters: float) -> Kernel:
+def with_parameters(kernel: Kernel, **parameters: float) -> Kernel:
+    """Return a copy of the kernel in which these parameters are changed."""
     return replace(kernel, parameters={**kernel.parameters, **parameters})
-
-
-Fits = dict[Site, MapsFit]  # the fit of each site
 
 
 @dataclass(frozen=True)
@@ -117,23 +110,22 @@ def fit_forms(
     """
     model, swaps = setup.loaded.model, setup.swaps
     names = list(dict.fromkeys(name for name, _ in batches))
-    by_form: dict[str, dict[str, Fits]] = {}
+    by_form: dict[str, dict[str, dict[Site, MapsFit]]] = {}
     for form in forms:
         parameters = {name: int(value) for name, value in form.parameters.items()}
         blank = {site: MapsFit(**parameters) for site in swaps}
         set_rotations(setup, blank.items())
         by_form[form.spelling] = {name: {site: copy(fit) for site, fit in blank.items()} for name in names}
     for name in names:
-        of_text = [fed for text, fed in batches if text == name]
         pairs = [pair for by_text in by_form.values() for pair in by_text[name].items()]
-        set_metrics(setup, pairs, of_text)
+        set_metrics(setup, pairs, [fed for text, fed in batches if text == name])
     heads_of: dict[Site, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # query heads and key heads
 
     def visit(site: Site, call: Call) -> None:
         if site not in swaps:
             return
         heads = tuple(sorted(swaps[site].heads or range(call.query.shape[1])))
-        heads_of[site] = heads, _check_groups(site, heads, call.group)
+        heads_of[site] = heads, _find_key_heads(site, heads, call.group)
         for part in iterate_unpadded(call.select(heads), site, fed.inputs):
             by_attention = pairs_weighted(part)
             for by_text in by_form.values():
@@ -144,25 +136,23 @@ def fit_forms(
             hooks.forward(model, fed.inputs, **hooks.without_logits(model))
             progress(texts.sequences_in(fed.inputs))
 
-    def join(by_text: Mapping[str, Fits], left_out: str | None) -> dict[Site, Basis]:
+    def join(by_text: Mapping[str, dict[Site, MapsFit]], left_out: str | None) -> dict[Site, Basis]:
         parts = [fits for name, fits in by_text.items() if name != left_out]
-        latents = {site: reduce(MapsFit.plus, (fits[site] for fits in parts)).latents() for site in swaps}
-        return {site: Basis(*heads_of[site], latents[site]) for site in swaps}
+        joined = {site: reduce(MapsFit.plus, (fits[site] for fits in parts)) for site in swaps}
+        return {site: Basis(*heads_of[site], fit.latents()) for site, fit in joined.items()}
 
     subsets = [None, *(names if len(names) > 1 else ())]
     return {form: {name: join(by_text, name) for name in subsets} for form, by_text in by_form.items()}
 
 
-def _check_groups(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, ...]:
+def _find_key_heads(site: Site, heads: tuple[int, ...], group: int) -> tuple[int, ...]:
     """Return the key heads that the query heads `heads` read; raise UsageError if other query heads also read them."""
     kv_heads = tuple(sorted({head // group for head in heads}))
     sharing = [head for kv_head in kv_heads for head in range(kv_head * group, (kv_head + 1) * group)]
     if list(heads) != sharing:
-        raise UsageError(
-            f"At {site.name}, heads {', '.join(map(str, sharing))} share key heads, but only some of them are "
-            "selected.",
-            "Select all or none of the query heads that share a key head (--heads).",
-        )
+        names = ", ".join(map(str, sharing))
+        problem = f"At {site.name}, heads {names} share key heads, but only some of them are selected."
+        raise UsageError(problem, "Select all or none of the query heads that share a key head (--heads).")
     return kv_heads
 
 
@@ -210,13 +200,13 @@ def _squares(
     original, slope, part = output[:, :, heads], gradient[:, :, heads].double(), call.select(heads)
     squares = torch.zeros(len(sizes), max(sizes) + 1, dtype=torch.float64)
     latent_of = torch.tensor(basis.latent_of)
-    for step in range(len(levels(max(sizes))) - 1):
-        ranks = [(levels(size) + [size] * LEVELS)[step] for size in sizes]
-        change = (slope * (attend(part, kernel.with_fitted(basis.latents.maps(ranks))) - original)).sum(-1)
-        sums = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, latent_of, change.square().sum((0, 1)).cpu())
-        for latent, (rank, size) in enumerate(zip(ranks, sizes, strict=True)):
-            if rank < size:
-                squares[latent, rank] = sums[latent]
+    for ranks in zip_longest(*(levels(size)[:-1] for size in sizes)):  # None beyond a latent's levels: its full rank
+        cut = [size if rank is None else rank for rank, size in zip(ranks, sizes, strict=True)]
+        change = (slope * (attend(part, kernel.with_fitted(basis.latents.maps(cut))) - original)).sum(-1)
+        by_head = change.square().sum((0, 1)).cpu()
+        for latent, rank in enumerate(ranks):
+            if rank is not None:
+                squares[latent, rank] = by_head[latent_of == latent].sum()
     return squares
 
 

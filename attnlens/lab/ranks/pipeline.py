@@ -16,7 +16,7 @@ from attnlens.arguments import Budget, public
 from attnlens.choices import Intervals
 from attnlens.errors import UsageError
 from attnlens.lab.ranks import search
-from attnlens.lab.ranks.bases import Basis, form_name, mean_rank
+from attnlens.lab.ranks.bases import Basis, fit_forms, form_name, mean_rank
 from attnlens.lab.ranks.search import BudgetSearch, Choice, Losses, Sample, rise_of, split_by_text
 from attnlens.models import hooks, loading, texts, weights
 from attnlens.models.texts.targets import HEADLESS, check_input, feed
@@ -97,7 +97,8 @@ class RankSearch:
             # fit to the same part of the text as a search does: on the same model and texts, a plan reproduces its swap
             fed = feed(session.loaded, fitting.batches, session.task, session.seed)
             form = next(iter(swaps.values())).kernel
-            budget_search.use_form(budget_search.fit([form], split_by_text(fed, fitting)), form)
+            fits = fit_forms(budget_search, [form], split_by_text(fed, fitting), budget_search.progress)
+            budget_search.use_form(fits, form)
             bases = budget_search.bases
             _check_plan(self.plan, _list_ranks(bases, {site: basis.sizes for site, basis in bases.items()}))
             by_key = {(key.site, key.kv_head): key.rank for key in self.plan.ranks}
@@ -105,10 +106,9 @@ class RankSearch:
             self.choice = Choice(bases, ranks, budget_search.build_swaps(ranks))
         else:
             fitting, choosing, promising = self.samples
-            fits, trials = (2, search.TRIES) if self.form_named else (3, search.FORMS + search.TRIES)
-            sizes = [sample.batches.sequences for sample in self.samples]
-            work = fits * sizes[0] + trials * sizes[1] + sizes[2]
-            with bounded_stage(session.progress, "budget", work) as add_steps:
+            passes, trials = (2, search.TRIES) if self.form_named else (3, search.FORMS + search.TRIES)
+            fitted, tried, promised = (sample.batches.sequences for sample in self.samples)
+            with bounded_stage(session.progress, "budget", passes * fitted + trials * tried + promised) as add_steps:
                 for stage in ("compare", *["generate"] * bool(session.options.generate)):
                     session.progress(stage, 0, 1)  # announce the later stages
                 self.choice = start(progress=add_steps).choose(fitting, choosing, promising, self.budget)
@@ -121,18 +121,17 @@ class RankSearch:
         choice, session, budget = self.choice, run.session, self.budget
         assert choice is not None  # noqa: S101  # `choose` ran before
         settings = session.settings.model_copy(update={"notes": [*session.settings.notes, *run.notes]})
-        names = [text.name for text in settings.texts]
-        by_site = sizes(session.loaded, list(choice.bases), session.fed[0].inputs)
-        measured = {
-            stage: rise_of(Losses.of(each), torch.cat(each.after), names, session.seed, budget.unit)
-            for stage, each in run.measured.items()
-        }
-        saved, reasons = compute_saving(choice, by_site)
+        names, measured = [text.name for text in settings.texts], {}
+        for stage, each in run.measured.items():
+            before = Losses(torch.cat(each.before), torch.cat(each.counts), each.sampled)
+            measured[stage] = rise_of(before, torch.cat(each.after), names, session.seed, budget.unit)
+        saved, reasons = compute_saving(choice, sizes(session.loaded, list(choice.bases), session.fed[0].inputs))
         cache = saved["cache_bytes_per_token"]
         if isinstance(cache, Pair) and cache.before is not None and cache.after is not None:
             whole = cache_of_model(session.loaded, session.fed[0].inputs)
             saved["model_cache_bytes_per_token"] = Pair(before=whole, after=whole + cache.after - cache.before)
-        reasons |= {} if choice.reason is None else {"mean_rank": choice.reason}
+        if choice.reason is not None:
+            reasons["mean_rank"] = choice.reason
         if choice.estimated is None:
             reasons |= dict.fromkeys(("estimated", "promised"), "the ranks were given, not chosen")
         elif choice.promised is None:
@@ -246,17 +245,18 @@ UNMEASURED = "the ranks were chosen, but not yet measured on the evaluation text
 NEVER = "operations do not fall, regardless of the number of keys per query"
 PARTS_OF = ("fitted_on", "chosen_on", "promised_on")  # fields of a Plan that list the parts of the calibration text
 SHARED = "one module computes several sites, whose ranks differ"
+COSTS = {"parameters": "parameters", "flops_per_token": "flops", "cache_bytes_per_token": "cache"}
+"""Field of a Plan → field of Costs."""
 
 
 def sizes(loaded: loading.Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor]) -> dict[Site, SiteSizes | str]:
     """Return the sizes of each site at the length of `inputs`, or the reason why they are unknown."""
     calls = {each.site: each.call for each in hooks.survey(loaded.model, inputs)}
-    layers = {site.layer for site in sites}
-    first, window = (
-        [each for each in hooks.survey(loaded.model, short) if each.site.layer in layers]
-        for short in (texts.placeholder(loaded, length, 0).batches[0].inputs for length in (1, 2))
-    )
-    factors = weights.factors(loaded.model, first, window)
+    layers, surveyed = {site.layer for site in sites}, []
+    for length in (1, 2):
+        short = texts.placeholder(loaded, length, 0).batches[0].inputs
+        surveyed.append([each for each in hooks.survey(loaded.model, short) if each.site.layer in layers])
+    factors = weights.factors(loaded.model, *surveyed)
     return {
         site: _sizes(site, calls[site], each) if isinstance(each, Factors) else each.problem
         for site, each in zip(sites, factors, strict=True)
@@ -266,12 +266,12 @@ def sizes(loaded: loading.Loaded, sites: Sequence[Site], inputs: Mapping[str, Te
 def cache_of_model(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
     """Compute the bytes per token of the keys and values that the decoder's self-attention caches."""
     calls = [each.call for each in hooks.survey(loaded.model, inputs) if each.site.part == "decoder"]
-    numbers = ((call.key.shape[1] * (call.key.shape[-1] + call.value.shape[-1]), call.key) for call in calls)
-    return float(sum(count * key.element_size() for count, key in numbers))
+    keys = [call.key.shape[1] * (call.key.shape[-1] + call.value.shape[-1]) * call.key.element_size() for call in calls]
+    return float(sum(keys))
 
 
 def _sizes(site: Site, call: Call, factors: Factors) -> SiteSizes:
-    visible, keys = call.visible(), call.key.shape[2]
+    visible, keys, alone = call.visible(), call.key.shape[2], not factors.qk_norm and not site.repeated
     return SiteSizes(
         query_width=factors.maps.query.shape[1],
         key_width=factors.maps.key.shape[1],
@@ -279,8 +279,8 @@ def _sizes(site: Site, call: Call, factors: Factors) -> SiteSizes:
         value_dim=call.value.shape[-1],
         query_bias=bool(factors.maps.query_bias.any()),
         key_bias=bool(factors.maps.key_bias.any()),
-        folds=factors.rotation is None and not factors.qk_norm and not site.repeated,
-        folds_before=not factors.qk_norm and not site.repeated,
+        folds=alone and factors.rotation is None,
+        folds_before=alone,
         keys_seen=float(keys if visible is None else visible.double().sum(-1).mean()),
         keys_per_query=keys / call.query.shape[2],
         number_bytes=call.key.element_size(),
@@ -292,24 +292,24 @@ def compute_saving(
     choice: Choice, by_site: Mapping[Site, SiteSizes | str]
 ) -> tuple[dict[str, Pair | float | None], dict[str, str]]:
     """Return the fields of a Plan that concern savings, and the reasons why values are unknown."""
-    names = ("parameters", "flops_per_token", "cache_bytes_per_token")
-    unknown = next((f"{site.name}: {size}" for site, size in by_site.items() if isinstance(size, str)), None)
-    if unknown is not None:
-        return dict.fromkeys(names, Pair(before=None, after=None)), dict.fromkeys((*names, "keys_to_gain"), unknown)
-    known = {site: size for site, size in by_site.items() if isinstance(size, SiteSizes)}
+    unmeasured = Pair(before=None, after=None)
     before, after = Counter[str](), Counter[str]()
-    for site, size in known.items():
+    for site, size in by_site.items():
+        if isinstance(size, str):
+            reason = f"{site.name}: {size}"
+            return dict.fromkeys(COSTS, unmeasured), dict.fromkeys((*COSTS, "keys_to_gain"), reason)
         for latent in _latents(choice, site):
             for total, rank in ((before, size.head_dim * latent.keys), (after, latent.rank)):
                 total.update(asdict(costs(size, replace(latent, rank=rank))))
-    pairs = [Pair(before=before[name], after=after[name]) for name in ("parameters", "flops", "cache")]
-    fields = dict[str, Pair | float | None](zip(names, pairs, strict=True))
+    fields: dict[str, Pair | float | None] = {
+        field: Pair(before=before[name], after=after[name]) for field, name in COSTS.items()
+    }
     reasons = {}
-    if any(site.repeated for site in known):
+    if any(site.repeated for site in by_site):
         reasons["parameters"] = SHARED
-    if not any(size.cached for size in known.values()):
+    if not before["cache"]:
         reasons["cache_bytes_per_token"] = NO_CACHE
-    fields |= {name: Pair(before=None, after=None) for name in reasons}
+    fields |= dict.fromkeys(reasons, unmeasured)
     fields["rebuilding_flops"] = after["rebuilding"] or None
     added, saved = after["projecting"] - before["projecting"], before["scoring"] - after["scoring"]
     if added > 0 and saved > 0:

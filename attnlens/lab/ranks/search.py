@@ -18,6 +18,7 @@ from attnlens.arguments import Budget
 from attnlens.choices import Intervals, Unit
 from attnlens.errors import TextError, UsageError
 from attnlens.kernels import Kernel
+from attnlens.kernels.lowrank import OUTPUT
 from attnlens.lab.ranks.bases import (
     Basis,
     Forms,
@@ -26,7 +27,7 @@ from attnlens.lab.ranks.bases import (
     list_forms,
     mean_rank,
     sensitivities,
-    weight_by_output,
+    with_parameters,
 )
 from attnlens.maths.linalg.spectra import nested_steps
 from attnlens.maths.statistics import Design, paired_difference, prediction_bound
@@ -37,7 +38,6 @@ from attnlens.models.texts import MOST_SHARED, Batches, Content, Cut, shared_sha
 from attnlens.models.texts.targets import NOTHING, Fed, feed
 from attnlens.records import FormTried, PlanStep, Rise, Site, Task
 from attnlens.records.plans import MARGIN
-from attnlens.runs.differences import Differences
 from attnlens.runs.outputs import run, sequence_losses
 from attnlens.runs.progress import AddSteps
 from attnlens.runs.store import Keep, hash_json, keep_nothing
@@ -94,11 +94,9 @@ def cut_samples(
         part = texts.batches(loaded, contents, one_third, apart_from=evaluated, skip_noise=skip)
         share = shared_share(loaded.tokenizer, texts.passages([part]), texts.passages(parts)) if parts else 0.0
         if share > MOST_SHARED:
-            raise TextError(
-                f"The calibration text is repetitive: {100 * share:.0f} % of the text for {USES[turn]} also occurs in "
-                f"the text for {' or '.join(USES[:turn])}.",
-                "Give a less repetitive --calibration text.",
-            )
+            used = f"the text for {USES[turn]} also occurs in the text for {' or '.join(USES[:turn])}"
+            problem = f"The calibration text is repetitive: {100 * share:.0f} % of {used}."
+            raise TextError(problem, "Give a less repetitive --calibration text.")
         parts.append(part)
     return tuple(Sample(part, Design.of(part.parts, intervals)) for part in parts)
 
@@ -108,17 +106,14 @@ def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batche
     available = {text.name: (text.available or 0) - len(evaluated.taken.get(text.sha256, ())) for text in first.texts}
     for content in contents:
         if (free := available.get(content.name, 0)) < PARTS * LEAST:
-            raise TextError(
-                f"{content.name} has {format_count(free, 'window' if first.pack else 'line')} not used for evaluation; "
-                f"a budget needs {PARTS * LEAST} per text: {LEAST} each for {', '.join(USES[:-1])} and {USES[-1]}.",
-                "Give a longer text, reduce --length or --windows, or omit that text.",
-            )
+            count = format_count(free, "window" if first.pack else "line")
+            needed = f"{PARTS * LEAST} per text: {LEAST} each for {', '.join(USES[:-1])} and {USES[-1]}"
+            problem = f"{content.name} has {count} not used for evaluation; a budget needs {needed}."
+            raise TextError(problem, "Give a longer text, reduce --length or --windows, or omit that text.")
     if intervals == "texts" and len(contents) < FEWEST_TEXTS:
-        raise UsageError(
-            f"Intervals over texts need at least {FEWEST_TEXTS} texts, but the ranks are chosen on only "
-            f"{len(contents)}.",
-            "Give more --calibration texts, or omit intervals='texts'.",
-        )
+        chosen = f"but the ranks are chosen on only {len(contents)}"
+        problem = f"Intervals over texts need at least {FEWEST_TEXTS} texts, {chosen}."
+        raise UsageError(problem, "Give more --calibration texts, or omit intervals='texts'.")
 
 
 def split_by_text(fed: Sequence[Fed], part: Sample) -> list[tuple[str, Fed]]:
@@ -142,11 +137,6 @@ class Losses(NamedTuple):
     means: Float[Tensor, " some"]  # nats per prediction
     counts: Float[Tensor, " some"]  # number of predictions
     design: Design  # how the sequences were sampled
-
-    @classmethod
-    def of(cls, differences: Differences) -> Losses:
-        """Return the original model's losses from a comparison."""
-        return cls(torch.cat(differences.before), torch.cat(differences.counts), differences.sampled)
 
     @property
     def mean(self) -> float:
@@ -183,11 +173,10 @@ def rise_of(before: Losses, after: Tensor, names: Sequence[str], seed: int, unit
 
     design = before.design
     share, interval = measure(list(range(len(after))), design)
-    of_text = {
-        name: [row for row, text in enumerate(design.texts) if text == number]
-        for number, name in enumerate(names if len(names) > 1 else ())
-    }
-    by_text = {name: measure(rows, Design.plain(len(rows))) for name, rows in of_text.items() if rows}
+    by_text = {}
+    for number, name in enumerate(names if len(names) > 1 else ()):
+        if rows := [row for row, text in enumerate(design.texts) if text == number]:
+            by_text[name] = measure(rows, Design.plain(len(rows)))
     return Rise(
         share=share,
         ci95=interval,
@@ -273,25 +262,24 @@ class BudgetSearch(SwapSetup):
         """
         original = next(iter(self.swaps.values())).kernel
         if self.form_named:
-            self.use_form(self.fit([original], fed), original)
+            self.use_form(fit_forms(self, [original], fed, self.progress), original)
             return []
         forms = list_forms(self.loaded, self.swaps)
-        fits = self.fit(forms, fed)
-        tried = [(form, self._try_form(fits, form, trial)) for form in forms]
-        best = weight_by_output(min(tried, key=_rise_share)[0])
-        fits |= self.fit([best], fed)
-        tried.append((best, self._try_form(fits, best, trial)))
-        self.use_form(fits, min(tried, key=_rise_share)[0])
-        return [record for _, record in tried]
+        fits = fit_forms(self, forms, fed, self.progress)
+        tried: list[FormTried] = []
 
-    def _try_form(self, fits: Forms, form: Kernel, trial: Trial) -> FormTried:
-        """Measure the rise in the loss if each latent of this form has half of its full rank."""
-        self.use_form(fits, form)
-        return FormTried(form=form_name(form), rise=trial.rise([size // 2 for size in self.full_ranks]))
+        def try_form(form: Kernel) -> float:
+            self.use_form(fits, form)
+            rise = trial.rise([size // 2 for size in self.full_ranks])
+            tried.append(FormTried(form=form_name(form), rise=rise))
+            return math.inf if rise is None else rise.share
 
-    def fit(self, forms: Sequence[Kernel], fed: Sequence[tuple[str, Fed]]) -> Forms:
-        """Fit these forms to the calibration texts; see `fit_forms`."""
-        return fit_forms(self, forms, fed, self.progress)
+        rises = [try_form(form) for form in forms]
+        forms.append(with_parameters(forms[rises.index(min(rises))], metric=OUTPUT))
+        fits |= fit_forms(self, forms[-1:], fed, self.progress)
+        rises.append(try_form(forms[-1]))
+        self.use_form(fits, forms[rises.index(min(rises))])
+        return tried
 
     def use_form(self, fits: Forms, form: Kernel) -> None:
         """Use this form's fit to all texts and, if there are several, its fits that leave out one text each."""
@@ -365,8 +353,7 @@ class BudgetSearch(SwapSetup):
             for site, of_site in ranks.items()
             for rank, group in zip(of_site, bases[site].groups, strict=True)
         ]
-        kernel = next(iter(self.swaps.values())).kernel
-        kernel = replace(kernel, parameters={**kernel.parameters, "rank": max(1, *per_key)})
+        kernel = with_parameters(next(iter(self.swaps.values())).kernel, rank=max(1, *per_key))
         return {
             site: hooks.Replacement(
                 kernel.with_fitted(bases[site].latents.maps(of_site)),
@@ -420,8 +407,3 @@ class Trial:
             search.progress(len(means[-1]))
         names = list(dict.fromkeys(self.part.batches.parts))
         return rise_of(self.original, torch.cat(means), names, search.seed, search.unit)
-
-
-def _rise_share(trial: tuple[Kernel, FormTried]) -> float:
-    rise = trial[1].rise
-    return math.inf if rise is None else rise.share

@@ -219,7 +219,8 @@ def train_cells(
     """Train every cell: choose form and learning rate by the validation loss of short runs, then run all seeds.
 
     In the first seed's run, heads are measured, and the model is saved at every evaluation if `folder` is given. `make`
-    builds the tasks again in worker processes. Raises ModelError if a run fails.
+    builds the tasks again in worker processes. Raises ModelError if a run fails, OutputError if `folder` cannot be
+    written.
     """
     tasks = list(dict.fromkeys(task for _, task in cells))
     digests = {task.name: hash_task(task) for task in tasks}
@@ -233,7 +234,6 @@ def train_cells(
     total, numbers = sum(len(units) + units[0].scale.seeds for units in search_units), count(1)
 
     def outcomes(units: Iterable[TrainingUnit], stage: str) -> dict[TrainingUnit, RunOutcome]:
-        """Train the units that have no stored result; return all results. Raises ModelError if a unit fails."""
         named = {unit.name(digests[unit.task]): unit for unit in units}
         with one_thread():
             results = run_units(
@@ -253,33 +253,27 @@ def train_cells(
 
     searched = outcomes(chain.from_iterable(search_units), "search")
     chosen = [min(units, key=lambda unit: searched[unit].loss) for units in search_units]
-    seed_units = [_seed_units(unit, seed, saved=folder is not None) for unit in chosen]
+    seed_units = []
+    for unit in chosen:
+        seeded = replace(unit, steps=unit.scale.steps, tested=True)
+        first, *others = (replace(seeded, seed=seed + number) for number in range(unit.scale.seeds))
+        seed_units.append([replace(first, watched=True, saved=folder is not None), *others])
     trained = outcomes(chain.from_iterable(seed_units), "train")
+    speeds, built = dict[TrainingUnit, tuple[float, float]](), []
     with one_thread():
-        timed = [measure_speeds([unit for unit in chosen if unit.task == task.name], task) for task in tasks]
-    speeds, built = dict(chain.from_iterable(each.items() for each in timed)), []
+        for task in tasks:
+            speeds |= measure_speeds([unit for unit in chosen if unit.task == task.name], task)
     for (cell, task), tried, best, by_seed in zip(cells, search_units, chosen, seed_units, strict=True):
         if folder is not None:
-            source = model_folder(store, by_seed[0].name(digests[task.name]))
-            _copy_models(source, folder / slug(task.name) / slug(cell.name))
+            destination = folder / slug(task.name) / slug(cell.name)
+            try:
+                shutil.copytree(model_folder(store, by_seed[0].name(digests[task.name])), destination)
+            except OSError as error:
+                raise unwritten_folder(destination, error.strerror or str(error)) from None
         rates = [(unit.rate, searched[unit].loss) for unit in tried if unit.form == best.form]
         runs = [trained[unit] for unit in by_seed]
         built.append(build_cell(cell, task, best, runs, rates, speeds[best], seed))
     return built
-
-
-def _seed_units(chosen: TrainingUnit, seed: int, *, saved: bool) -> list[TrainingUnit]:
-    seeded = replace(chosen, steps=chosen.scale.steps, tested=True)
-    first, *others = (replace(seeded, seed=seed + number) for number in range(chosen.scale.seeds))
-    return [replace(first, watched=True, saved=saved), *others]
-
-
-def _copy_models(source: Path, destination: Path) -> None:
-    """Copy a cell's saved steps to a new folder. Raises OutputError if they cannot be written."""
-    try:
-        shutil.copytree(source, destination)
-    except OSError as error:
-        raise unwritten_folder(destination, error.strerror or str(error)) from None
 
 
 def slug(name: str) -> str:
@@ -325,13 +319,12 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
         present = [task for task in tasks if any(paired is task for _, paired in pairs)]
         missing = sorted({cell.task for cell in table.cells} - forms)
         tables.append(build_table(table, request.scale, scales, present, trained, missing))
+    trained_models = f"models trained here, {request.scale}"
     largest = max(cell.parameters for table in tables for cell in table.cells)
     return assemble_report(
         "reproduce",
         "studies",
-        model=ModelInfo(
-            id=f"models trained here, {request.scale}", architecture="KernelTransformer", parameters=largest
-        ),
+        model=ModelInfo(id=trained_models, architecture="KernelTransformer", parameters=largest),
         settings=Settings(seed=request.seed, dtype="float32"),
         coverage=Coverage(sites=0, heads=0, analysed=0),
         studies=tables,
@@ -339,12 +332,8 @@ def train_table(name: str, request: StudyRequest, progress: Progress = silent) -
     )
 
 
-DATA: dict[str, TaskForm] = {  # Option → form of the task that uses the option's files
-    "series": "classification",
-    "labelled": "classification",
-    "pairs": "translation",
-    "text": "language",
-}
+DATA: dict[str, TaskForm] = {"series": "classification", "labelled": "classification"}
+DATA |= {"pairs": "translation", "text": "language"}  # option → form of the task that uses the option's files
 
 
 def _select_cells(names: Sequence[str], request: StudyRequest, forms: Set[str]) -> dict[str, list[PaperCell]]:

@@ -136,6 +136,7 @@ def draw_batches(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[
                 yield parts[number]
 
 
+LETTERS = range(4, 9)  # numbers of letters of a source; a sequence also has END
 HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}  # seeds of the held-out examples, unlike any training seed
 
 
@@ -147,14 +148,14 @@ class Reversal(StudyTask):
     with the same letters have different targets.
     """
 
-    def __init__(self, letters: int = 8, shortest: int = 4, longest: int = 8, evaluated: int = 256) -> None:
-        self.letters, self.shortest, self.longest = letters, shortest, longest
-        seeds = HELD_OUT.items()
+    def __init__(self, letters: int = 8, evaluated: int = 256) -> None:
+        self.letters = letters
+        draws = {part: torch.Generator().manual_seed(seed) for part, seed in HELD_OUT.items()}
         super().__init__(
             name="planted reversal",
             form="translation",
-            cases={part: Cases(*self._draw(evaluated, torch.Generator().manual_seed(seed))) for part, seed in seeds},
-            length=longest + 1,
+            cases={part: Cases(*self._draw(evaluated, generator)) for part, generator in draws.items()},
+            length=LETTERS.stop,
             vocabulary=len(SPECIALS) + 2 * letters,  # letters and capitals
         )
 
@@ -167,7 +168,7 @@ class Reversal(StudyTask):
     def _draw(self, count: int, draws: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
         """Sample `count` random sources with their targets; letters and lengths are uniformly distributed."""
         first = len(SPECIALS)
-        sizes = torch.randint(self.shortest, self.longest + 1, (count,), generator=draws).tolist()
+        sizes = torch.randint(LETTERS.start, LETTERS.stop, (count,), generator=draws).tolist()
         sources = [torch.randint(first, first + self.letters, (size,), generator=draws) for size in sizes]
         return sources, [self.target(source) for source in sources]
 

@@ -158,15 +158,13 @@ def split_text(text: str) -> dict[str, list[str]]:
 
 def cut_windows(name: str, parts: Mapping[str, Sequence[str]], files: Mapping[str, str], scale: Scale) -> StudyTask:
     """Build a language task from texts already split into parts: each token of a window predicts the next token."""
-    tokenizer = train_byte_pairs(
-        (line for block in parts["training"] for line in block.splitlines(keepends=True)), scale.vocabulary
-    )
-    cases = {}
+    lines = (line for block in parts["training"] for line in block.splitlines(keepends=True))
+    tokenizer, cases = train_byte_pairs(lines, scale.vocabulary), {}
     for part, part_blocks in parts.items():
         windows = [torch.zeros(0, scale.length + 1, dtype=torch.int64)]
         for block in part_blocks:
-            lines = encode(tokenizer, block.splitlines(keepends=True))
-            ids = torch.tensor(list(chain.from_iterable(lines)), dtype=torch.int64)
+            by_line = encode(tokenizer, block.splitlines(keepends=True))
+            ids = torch.tensor(list(chain.from_iterable(by_line)), dtype=torch.int64)
             if len(ids) > scale.length:  # windows of `length` + 1 tokens overlap by one; the remainder is left out
                 windows.append(ids.unfold(0, scale.length + 1, scale.length))
         rows = torch.cat(windows)
@@ -351,13 +349,11 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
         except ValueError as error:  # a word, or channels of unequal length
             raise TextError(f"{path}: case {number}: {str(error)[:80]}.", REMEDY) from None
         if not bool(case.isfinite().all()):
-            raise TextError(
-                f"{path}: case {number} has a missing or infinite value.", "Remove the case, or replace the value."
-            )
+            problem = f"{path}: case {number} has a missing or infinite value."
+            raise TextError(problem, "Remove the case, or replace the value.")
         if cases and case.shape[1] != (before := cases[0][0].shape[1]):
-            problem = (
-                f"{path}: case {number} has {format_count(case.shape[1], 'channel')}, but earlier cases have {before}."
-            )
+            found = format_count(case.shape[1], "channel")
+            problem = f"{path}: case {number} has {found}, but earlier cases have {before}."
             raise TextError(problem, "Give all cases the same number of channels.")
         cases.append((case, label.strip()))
     if not cases:
@@ -403,9 +399,8 @@ def series(train: str | Path, test: str | Path) -> StudyTask:
     deviation = steps.std(0, correction=0)
     mean, scale = steps.mean(0), torch.where(deviation > 0, deviation, torch.ones_like(deviation))
     scaled = {part: [(((case - mean) / scale).float(), label) for case, label in rows] for part, rows in parts.items()}
-    return replace(
-        build_classification(header.get("@problemname", first_name), scaled, classes, files), channels=channels
-    )
+    task = build_classification(header.get("@problemname", first_name), scaled, classes, files)
+    return replace(task, channels=channels)
 
 
 WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")  # raw version of Merity et al. 2017

@@ -141,7 +141,10 @@ def train(
                 best = _copy_weights(model)
             outcome.curve.append((step, loss))
             if state is not None:
-                _save_training(state, model, optimiser, outcome, best)
+                moments = optimiser.state_dict()["state"]
+                parts = {"outcome": asdict(outcome), "model": _copy_weights(model), "best": best, "moments": moments}
+                random = {"random": torch.get_rng_state(), "random of the GPU": torch.cuda.get_rng_state_all()}
+                state.keep("state", parts | random)
             start = time.perf_counter()
     model.load_state_dict(best)
     (_, first), *later = outcome.curve
@@ -150,19 +153,10 @@ def train(
     return outcome
 
 
-def _save_training(
-    state: Store, model: nn.Module, optimiser: torch.optim.Optimizer, outcome: RunOutcome, best: dict[str, Tensor]
-) -> None:
-    moments = optimiser.state_dict()["state"]
-    parts = {"outcome": asdict(outcome), "model": _copy_weights(model), "best": best, "moments": moments}
-    random = {"random": torch.get_rng_state(), "random of the GPU": torch.cuda.get_rng_state_all()}
-    state.keep("state", parts | random)
-
-
 def _restore_training(
     state: Store, model: nn.Module, optimiser: torch.optim.Optimizer
 ) -> tuple[RunOutcome, dict[str, Tensor]] | None:
-    """Restore the state saved by `_save_training`, if any; return the outcome and best weights so far, or else None."""
+    """Restore the state saved by `train`, if any; return the outcome and best weights so far, or else None."""
     if (saved := state.load("state")) is None:
         return None
     model.load_state_dict(saved["model"])
@@ -255,10 +249,8 @@ def model_folder(store: Store, name: str) -> Path:
     return Path(store.folder) / "models" / file_stem(name)
 
 
-MEASURES = (  # measures of W_Q W_Kᵀ, and of log k on held-out sequences
-    *("weights.symmetry", "weights.positivity", "weights.effective_rank"),
-    *("tokens.share_skew", "tokens.share_positive", "tokens.entropy", "tokens.max_weight", "tokens.effective_rank"),
-)
+MEASURES = {"weights.symmetry", "weights.positivity", "weights.effective_rank"}  # of W_Q W_Kᵀ
+MEASURES |= {f"tokens.{name}" for name in ("share_skew", "share_positive", "entropy", "max_weight", "effective_rank")}
 SEQUENCES = 8  # sequences on which tokens.* are measured
 
 
