@@ -114,7 +114,7 @@ def round_value(value: float) -> float:
 @cache
 def models() -> tuple[TrainedModel, ...]:
     """Return the models of the atlas."""
-    return TypeAdapter(tuple[TrainedModel, ...]).validate_python(provenance()["models"])
+    return tuple(map(model_of, provenance()["models"]))
 
 
 @cache

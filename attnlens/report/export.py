@@ -46,14 +46,6 @@ def summary(
     return Document(build_heading(report, whole), [*build_sections(Shapes(report, written), *views)])
 
 
-def page(report: Report) -> Document:
-    """Build the document of a report's HTML page. Raise UsageError like `list_pictures`, except for `doctor`."""
-    shapes = Shapes(report)
-    below, opening = [*build_sections(shapes, "page")], [*build_sections(shapes, "opening")]
-    explored = Shapes(report.with_changes()) if report.kind == "comparison" else shapes
-    return Document(build_heading(report, whole=True), below, opening, explorer(explored))
-
-
 @section(0, ("inspection", "swap", "comparison", "experiments", "studies"), ("page",))
 def glance(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield a section with the overview picture."""
@@ -115,10 +107,13 @@ def _plan(report: Report) -> str:
 
 
 def build_page(report: Report) -> str:
-    """Build the HTML page. Raise UsageError if there is nothing to draw, except for `doctor` (no pictures)."""
+    """Build the HTML page. Raise UsageError like `list_pictures`, except for `doctor` (no pictures)."""
     from attnlens.report.render.html import html
 
-    return html(page(report))
+    shapes = Shapes(report)
+    below, opening = [*build_sections(shapes, "page")], [*build_sections(shapes, "opening")]
+    explored = Shapes(report.with_changes()) if report.kind == "comparison" else shapes
+    return html(Document(build_heading(report, whole=True), below, opening, explorer(explored)))
 
 
 def build_card(report: Report) -> str:

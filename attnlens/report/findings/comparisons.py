@@ -5,7 +5,7 @@ A change is `named` if it is significant at the report's false-discovery rate an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from shlex import quote
 from typing import Literal
@@ -16,7 +16,7 @@ from attnlens.records.comparison import DISTANCE, ON_FORMS, UNEXPLAINED
 from attnlens.report.findings.heads import model_argument, with_error
 from attnlens.report.findings.swaps import is_change
 from attnlens.report.sections.swaps import interval, loss_decimals
-from attnlens.report.shapes import Shapes
+from attnlens.report.shapes import Names, Shapes
 from attnlens.wording import (
     capitalise,
     clean,
@@ -31,7 +31,6 @@ from attnlens.wording import (
 
 Place = tuple[int, int]
 """Sequential number of a layer, and number of a head in this layer."""
-Names = Callable[[int], str]  # Function that names a layer
 LARGE_KL, LEAST_AGREEMENT = 0.01, 0.99
 """Mean KL in nats from which, and share of equal top predictions below which, the effect of a change is notable."""
 MOST_HEADS = 4  # Maximum number of changed heads whose names are printed

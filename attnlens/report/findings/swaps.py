@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from shlex import quote
 from typing import Literal
 
@@ -18,10 +18,9 @@ from attnlens.records.plans import MARGIN
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import share
 from attnlens.report.sections.swaps import UNITS, format_figures, format_rise, interval, loss_decimals
-from attnlens.report.shapes import Shapes, Written
+from attnlens.report.shapes import Names, Shapes, Written
 from attnlens.wording import clean, format_count, format_number, join_items, short
 
-Names = Callable[[int], str]  # Function that names a layer
 MOST_UNITS = 4  # Maximum number of heads or layers whose names are printed
 EXHAUSTED = 0.1  # Share of a key's numbers: a plan that keeps at most this share can hardly become smaller
 NEGLIGIBLE = 0.01  # Share of the original loss; an interval around 0 that ends below this share counts as no rise

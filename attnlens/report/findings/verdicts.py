@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from attnlens.records import BackendCheck, Curve, Experiment, Finding, MaskCheck, Report, StudyTable
 from attnlens.report.findings.heads import model_argument
-from attnlens.report.sections.checked import Names, describe_fault, is_close, untested_masks
+from attnlens.report.sections.checked import describe_fault, is_close, untested_masks
 from attnlens.report.sections.facts import count_origins, state_untested
-from attnlens.report.shapes import Shapes
+from attnlens.report.shapes import Names, Shapes
 from attnlens.requests.experiments import USES
 from attnlens.wording import NO_VALUE, clean, format_count, join_items, short
 
@@ -58,12 +58,12 @@ def _backend_findings(report: Report) -> Iterator[Finding]:
         return
     wrong = [each for each in ran if not is_close(each)]
     if wrong:
-        parts = [f"{each.backend} {describe_error(each, name)}" for each in wrong]
+        parts = [f"{each.backend} {_describe_error(each, name)}" for each in wrong]
         answer, severity = f"No: {join_items(parts, 3, '; ')}.", "problem"
     else:
         names = join_items([each.backend for each in ran])
         answer, severity = f"Yes: {names} {'agrees' if len(ran) == 1 else 'agree'} with float64.", "none"
-        rounded = [f"{each.backend} {describe_error(each, name)}" for each in ran if each.verdict == "rounds"]
+        rounded = [f"{each.backend} {_describe_error(each, name)}" for each in ran if each.verdict == "rounds"]
         if rounded:
             answer, severity = f"Up to rounding: {join_items(rounded, 3, '; ')}.", "notable"
     errors = [each.output_error for each in ran if each.output_error is not None]
@@ -102,7 +102,7 @@ def _describe_faults(check: BackendCheck, name: Names) -> Iterator[str]:
     others = [mask.mask for mask in wrong[len(shown) :]]
     for mask in shown:
         explained = f", which can also explain the faults under {join_items(others, 8)}" if others else ""
-        yield f"{check.backend}, {mask.mask}: {describe_mask(mask, name)}{explained}"
+        yield f"{check.backend}, {mask.mask}: {_describe_mask(mask, name)}{explained}"
 
 
 def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
@@ -113,11 +113,8 @@ def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
     return sorted(wrong, key=lambda mask: (mask.mask not in PLAIN, is_past and mask.mask != "window"))
 
 
-def describe_error(check: BackendCheck, name: Names = str) -> str:
-    """Describe how far a backend's outputs are from float64, with the reason or the first site that differs.
-
-    `name` returns the name of a layer.
-    """
+def _describe_error(check: BackendCheck, name: Names) -> str:
+    """Describe how far a backend's outputs are from float64, with the reason or the first site that differs."""
     tolerance = check.tolerance or 0
     first = next((site for site in check.sites if site.error is None or site.error > tolerance), None)
     where = "" if first is None else f", first in layer {name(first.layer)} ({clean(first.site)})"
@@ -127,11 +124,8 @@ def describe_error(check: BackendCheck, name: Names = str) -> str:
     return f"differs from float64 by {check.output_error:.0e}{cause}"
 
 
-def describe_mask(mask: MaskCheck, name: Names = str) -> str:
-    """Describe the first fault of a mask, with the number of all faults; without faults, the reason or the error.
-
-    `name` returns the name of a layer.
-    """
+def _describe_mask(mask: MaskCheck, name: Names) -> str:
+    """Describe the first fault of a mask, with the number of all faults; without faults, the reason or the error."""
     if not mask.faults:
         error = "not finite" if mask.error is None else f"off by {mask.error:.0e}"
         return mask.reason or f"the outputs are {error}"

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from xml.etree import ElementTree
 
 from attnlens.records import Check, Report
-from attnlens.report.sections.checked import Case, describe_breach, describe_check, document, rule_cases, worst
+from attnlens.report.sections.checked import Case, describe_breach, describe_check, document, worst
 from attnlens.report.sections.section import Cell, Document, Heading, Row, Section, Table
 from attnlens.wording import clean
 
@@ -51,7 +51,8 @@ MOST_HEADS = 100  # maximum number of heads per failure; more would hide the oth
 
 def junit(report: Report) -> str:
     """Format the checks of a report as JUnit XML; characters that XML 1.0 forbids are replaced."""
-    return junit_cases(clean(f"attnlens check {report.model.id}"), rule_cases(report), report.model.layer_name)
+    cases = [Case(check.subject, check.rule, check) for check in report.checks]
+    return junit_cases(clean(f"attnlens check {report.model.id}"), cases, report.model.layer_name)
 
 
 def junit_cases(name: str, cases: Sequence[Case], layer: Callable[[int], str] = str) -> str:
