@@ -1,18 +1,23 @@
 """Tests that the page is one file that shows the report and, in headless Chromium, can be explored unhurt."""
 
+import csv
+import io
 import json
 import re
 
 import chromium
 import pytest
 import views
-from hostile_reports import HOSTILE, STEERING, hostile
+from hostile_reports import HOSTILE, STEERING, hostile, hostile_experiments, hostile_swap
 from reports import CROSS, synthetic_report
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 from views import Tags, absent
+
+from attnlens.report import export
+from attnlens.report.report import Report
 
 MB = 1_000_000
 ATTRIBUTES = "attributes charset class colspan content src alt http-equiv lang name id type hidden tabindex scope role"
@@ -46,6 +51,24 @@ def test_strings_from_strangers_are_text_without_control_characters():
     text = hostile().to_json()
     assert not re.search("[\x7f-\x9f]", text), "JSON has them as escapes"
     assert json.loads(text)["model"]["id"] == HOSTILE, "the control: nothing is lost"
+
+
+@pytest.mark.usefixtures("without_layout")
+@pytest.mark.parametrize("report", [hostile_swap(), hostile_experiments()], ids=["swap", "experiments"])
+def test_strings_from_strangers_steer_nothing_in_any_format(report, tmp_path):
+    page, text, marks, rows = (write(report) for write in (views.page, views.summary, views.markdown, views.csv))
+    for written in (page, text, marks, rows):
+        assert not STEERING.search(written.replace("&#8203;", ""))
+    assert views.runs_its_own_script_alone(page)
+    assert "<" not in marks.replace("< 1e-4", "")
+    assert "[red]b[/red]" in " ".join(text.split())
+    cells = [cell for row in csv.reader(io.StringIO(rows)) for cell in row]
+    assert not [cell for cell in cells if cell.startswith(("=", "+", "@"))]
+    paths = export.drawings(report, tmp_path / "pictures")
+    assert len(paths) > 1
+    assert all(path.parent == tmp_path / "pictures" and re.fullmatch(r"[\w.-]+", path.name) for path in paths)
+    again = Report.model_validate_json(report.to_json())
+    assert (again.to_json(), views.summary(again)) == (report.to_json(), text)
 
 
 @pytest.mark.usefixtures("without_layout")

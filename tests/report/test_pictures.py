@@ -7,6 +7,7 @@ import matplotlib.text
 import numpy as np
 import pytest
 import views
+from experiment_reports import experiment_report, golden
 from matplotlib.colors import BoundaryNorm, CenteredNorm, to_hex
 from matplotlib.patches import Rectangle
 from reports import KINDS, planted, synthetic_report
@@ -109,6 +110,9 @@ def test_heads_without_a_value_are_masked_hatched_and_explained():
 
 @without_layout
 def test_colours_are_centred_for_signed_measures_and_bear_outliers_rounding_and_categories(monkeypatch):
+    for low, high in ((-0.8, 0.2), (-0.2, 0.8)):
+        _, norm, _ = scale(np.array([[low, high], [0.0, 0.1]]))
+        assert (norm(0.0), norm.vmin, norm.vmax) == pytest.approx((0.5, -0.8, 0.8)), "as far below 0 as above"
     positive = np.linspace(0.1, 0.8, 12).reshape(3, 4)
     assert isinstance(scale(positive - 0.3)[1], CenteredNorm), "signed by its data"
     assert not isinstance(scale(positive)[1], CenteredNorm)
@@ -268,6 +272,9 @@ def test_a_null_that_never_varies_is_met_or_not_without_a_division_by_zero():
         ([3.0, 0.0, 4.0], [0.0, 1.0, 1.0], False),  # 3/0 is the farthest
         ([1.0, 2.0, 0.1], [0.0, 0.0, 1.0], False),  # the median sd is 0
         ([3.0, 0.5, 0.1], [0.0, 1.0, 1.0], True),
+        ([-0.5, -0.5], [1.0, 1.0], True),  # below the null as above it
+        ([-3.0, -3.0], [1.0, 1.0], False),
+        ([3.0, 3.0], [1.0, 1.0], False),
     ):
         report = planted(np.array([values]))
         for head, sd in zip(report.heads, sds, strict=True):
@@ -389,6 +396,8 @@ def test_a_file_named_after_a_measure_shows_only_that_measure(tmp_path):
     assert draw.args[0].stem == "weights.symmetry", "the source of a measure can be omitted"
     ((_, draw),) = export.drawings(report, tmp_path / "symmetric.pdf").items()
     assert draw.args[0].stem == "overview"
+    ((_, draw),) = export.drawings(report, tmp_path / "symmetry.PDF").items()
+    assert draw()[0].startswith(b"%PDF"), "the case of a suffix does not matter"
     report.save(path, bare=True)
     assert path.read_bytes().startswith(b"%PDF")
     assert "(weights.symmetry)" in (tmp_path / "weights.symmetry.pdf.txt").read_text()
@@ -456,6 +465,7 @@ def test_what_cannot_be_drawn_or_written_is_refused(tmp_path):
         (report, "x.jpg", OutputError, r"\.jpg is not supported"),
         (report.model_copy(update={"heads": []}), "x.png", UsageError, "no measures to draw"),
         (report, "file/folder", OutputError, "can't be created"),
+        (experiment_report(golden(published=None, tolerance=None, bounds={})), "x.png", UsageError, "no curves"),
     ):
         with pytest.raises(kind, match=message):
             views.save_pictures(drawn, tmp_path / name)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import swap_reports
 import views
-from hostile_reports import STEERING, hostile_swap
 from swap_reports import agreed, controls, healing, planned, several, swap_report, swapped
 from views import absent, check_layout, draw
 
@@ -20,7 +19,6 @@ from attnlens.report.pictures import swaps as pictures
 from attnlens.report.pictures.charts import panel_figure
 from attnlens.report.pictures.style import house_style
 from attnlens.report.pictures.swaps import swap_panels
-from attnlens.report.report import Report
 from attnlens.report.sections import swaps as effects
 from attnlens.report.sections.plans import healing_lines, plan_lines, share
 from attnlens.report.sections.swaps import effect, format_cost
@@ -31,8 +29,7 @@ MIXED = ["encoder", "encoder", "decoder", "cross", "decoder", "cross"]
 
 
 def cost(swap):
-    """The answer to the question of the cost."""
-    return next(finding.answer for finding in find(Shapes(swap_report(swap))) if finding.question == "Cost?")
+    return next(finding for finding in find(Shapes(swap_report(swap))) if finding.question == "Cost?")
 
 
 def flowing(report):
@@ -113,7 +110,7 @@ def test_perplexity_has_the_interval_of_its_rise_and_agreement_is_censored_if_ha
     rise, low, high = (f"{100 * math.expm1(0.4 + step):.1f}" for step in (0, -0.0402, 0.0402))
     assert f"perplexity +{rise} %" in flowing(controlled)
     assert row(controlled, "swapped", 120)[6:13] == ["16.9", f"+{rise}", "%", low, "to", high, "%"]
-    assert "+9.4 %" in cost(swapped(deltas=(0.09,)))
+    assert "+9.4 %" in cost(swapped(deltas=(0.09,))).answer
     sentence = "3 of 4 greedy continuations differ. Median agreement: 2 of 64 tokens."
     assert sentence in flowing(controlled)
     assert "Median agreement: 64 of 64 tokens" in shown(agreement=agreed([64, 64, 64, 3]))
@@ -133,17 +130,19 @@ def test_csv_has_a_row_per_stage_and_control_or_per_unit(whole, controlled):
 
 
 def test_the_verdict_gives_the_direction_of_the_loss_and_divergence_is_no_number():
-    for delta, words in (
-        (3.28, "Loss 2.43 → 5.71"),
-        (-1.0, "Loss 2.430 → 1.430"),
-        (0.0, "None measurable"),
-        (0.01, "Unclear, use more --windows"),  # its interval holds 0 and more than 1 % of the loss
-        (0.03, "Loss 2.430 → 2.460"),
+    for delta, words, severity in (
+        (3.28, "Loss 2.43 → 5.71 nats per token, perplexity × 27", "notable"),
+        (-1.0, "Loss 2.430 → 1.430", "notable"),
+        (0.0, "None measurable", "none"),
+        (0.01, "Unclear, use more --windows", "none"),  # its interval contains 0 and more than 1 % of the loss
+        (0.03, "Loss 2.430 → 2.460", "notable"),
+        (None, "The model diverges", "problem"),
     ):
-        assert words in cost(swapped(deltas=(delta,))), delta
+        finding = cost(swapped(deltas=(delta,)))
+        assert (words in finding.answer, finding.severity) == (True, severity), delta
     text = shown(deltas=(None,))
     reasons = f"loss, perplexity, KL, top-1, hidden cosine, CKA: {swap_reports.DIVERGED}"
-    assert not absent(text, "The model diverges", "swapped diverged", reasons)
+    assert not absent(text, "swapped diverged", reasons)
     assert "nan" not in text.lower().replace("finance", "")
     assert "diverge" not in shown()  # the control
     reason = swapped().model_copy(update={"reasons": {"mask_error": "the lines diverged"}})
@@ -266,21 +265,8 @@ def test_the_sweep_shows_ten_of_each_end_and_counts_what_matters(whole):
 
 
 @pytest.mark.usefixtures("without_layout")
-def test_reports_survive_json_and_strangers_strings_are_text(whole):
-    for report in (whole, several(sweep="heads"), hostile_swap()):
-        again = Report.model_validate_json(report.to_json())
-        assert again.to_json() == report.to_json()
-        assert views.summary(again) == views.summary(report)
-    page, text, marks, rows = (write(report) for write in (views.page, flowing, views.markdown, views.csv))
-    for written in (page, text, marks, rows):
-        assert STEERING.search(written.replace("&#8203;", "")) is None
-    assert views.runs_its_own_script_alone(page)
-    assert "<" not in marks.replace("< 1e-4", "")
-    assert "[red]b[/red]" in text
-    assert "'=x" in rows
-    page = views.page(whole)
-    assert "<td>5.710</td>" in page
-    assert "Every head" not in page
+def test_the_page_of_a_swap_has_its_numbers_and_no_table_of_heads(whole):
+    assert absent(views.page(whole), "<td>5.710</td>", "Every head") == ["Every head"]
 
 
 def test_a_plan_explains_its_savings_its_estimate_and_its_promise_if_there_are_any():
@@ -382,9 +368,6 @@ def test_no_two_texts_of_a_page_overlap(size, kind):
         overview, panels = pictures.swap_overview(report), swap_panels(report)[:3]
         for figure in (overview, *(panel_figure(report, panel) for panel in panels)):
             check_layout(figure)
-            if kind in ("plan", "healed"):
-                texts = [text for axes in figure.axes for text in axes.texts]
-                assert all(text.get_window_extent().x1 <= figure.bbox.x1 for text in texts)
 
 
 @pytest.mark.usefixtures("without_layout")
@@ -518,8 +501,6 @@ def test_a_folder_gets_the_pictures_of_its_report(whole, tmp_path):
     names = [path.name for path in export.drawings(several(2, 2, sweep="heads"), tmp_path)]
     assert {"kernels.png", "sweep-linear_symmetric.png", "sweep-rbf_gamma_0.5.png"} <= set(names)
     assert len(names) == 3 + 8
-    first, second = (views.save_pictures(whole, tmp_path / name)[0].read_bytes() for name in ("x.svg", "y.svg"))
-    assert first == second
 
 
 def test_one_large_kernel_layer_or_control_hides_nothing():
