@@ -133,7 +133,7 @@ WRITERS: dict[str, Callable[[Report], str]] = {  # Function that returns a repor
     "windows_csv": lambda report: spreadsheet(windows(report)),
     "markdown": lambda report: markdown(summary(report, whole=True)),
     "plan": _plan,
-    "junit": lambda report: junit_cases(clean(f"attnlens doctor {report.model.id}"), doctor_cases(report)),
+    "junit": lambda report: junit_cases(clean(f"attnlens doctor {report.model.id}"), [*doctor_cases(report)]),
     "html": build_page,
 }
 ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}

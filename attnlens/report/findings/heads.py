@@ -47,8 +47,7 @@ FEW_DECIDED = 0.1  # Share of queries with one dominant key below which the SVM 
 HALF = 0.5  # Threshold for tokens.*: half of the entropy's range, of the variance, or of the weight
 SLIGHT = 0.25  # Size of a symmetry, or excess of a cosine over chance, below which it counts as slight
 SLIGHTLY_LOWER = 0.1  # Relative distance of a rank below chance, up to which the difference is called slight
-THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)
-"""Measures that are tested against HALF."""
+THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)  # Measures that are tested against HALF
 ROUNDING = 1e-9  # Relative size up to which an error is only rounding of a constant value
 MOST_HEADS = 3  # Number of heads up to which all are named
 MOST_LAYERS = 2  # Number of layers up to which all are named; beyond it, only the one with the largest share
@@ -121,7 +120,6 @@ def findings(shapes: Shapes) -> Iterator[Finding]:
 
 
 def _adapted(tests: HeadTests) -> Finding | None:
-    """Count the heads whose form M the adapter changed."""
     if (reading := tests.shapes.readings.get(ADAPTED)) is None:
         return None
     count = int((reading.present > 0).sum())
@@ -210,7 +208,6 @@ def _by_content(tests: HeadTests) -> Finding | None:
 
 
 def _low_rank(tests: HeadTests) -> Finding | None:
-    """Compare each head's effective rank with chance."""
     name = "weights.effective_rank"
     if (reading := tests.shapes.readings.get(name)) is None or reading.null is None:
         return None

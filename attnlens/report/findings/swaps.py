@@ -10,13 +10,12 @@ import math
 import re
 from collections.abc import Iterator
 from shlex import quote
-from typing import Literal
 
 from attnlens.choices import LENGTH, WINDOWS
-from attnlens.records import Change, Control, Coverage, Finding, Pair, Plan, Report, Rise, Swap
+from attnlens.records import Change, Control, Coverage, Finding, Pair, Plan, Report, Rise, Severity, Swap
 from attnlens.records.plans import MARGIN
 from attnlens.report.findings.heads import model_argument
-from attnlens.report.sections.plans import share
+from attnlens.report.sections.plans import BUDGETED, share
 from attnlens.report.sections.swaps import UNITS, format_figures, format_rise, interval, loss_decimals
 from attnlens.report.shapes import Names, Shapes, Written
 from attnlens.wording import clean, format_count, format_number, join_items, short
@@ -28,17 +27,17 @@ NEGLIGIBLE = 0.01  # Share of the original loss; an interval around 0 that ends 
 
 def swap_findings(shapes: Shapes) -> Iterator[Finding]:
     """Yield findings on the plan of ranks, if any, and on the cost of one kernel or the cheapest of several."""
-    report = shapes.report
-    if report.plan is not None:
-        yield from _plan_findings(report.plan)
+    report, plan = shapes.report, shapes.report.plan
+    if plan is not None:
+        yield from _plan_findings(plan)
     method = report.settings.interval_method
     if len(report.swaps) > 1:
         yield _cheapest(report.swaps, method)
         return
     (swap,) = report.swaps
     answers = (
-        None if _is_measured(report.plan) and not swap.destroyed else _cost(swap, method),
-        None if report.plan is not None else _cache(swap, report.settings.length, report.coverage),
+        None if plan is not None and plan.measured is not None and not swap.destroyed else _cost(swap, method),
+        None if plan is not None else _cache(swap, report.settings.length, report.coverage),
         _recovery(swap, method),
         _where(swap, report.model.layer_name),
         _alternative(swap, report.settings.windows),
@@ -158,17 +157,16 @@ def _where(swap: Swap, name: Names) -> Finding | None:
     costly = [effect for effect in swap.sweep if effect.significant and (effect.delta or 0.0) > 0]
     unit = "layer" if all(effect.head is None for effect in swap.sweep) else "head"
     total = format_count(len(swap.sweep), unit)
-    names = [
-        name(effect.layer) if effect.head is None else f"head {name(effect.layer)}.{effect.head}"
-        for effect in costly[:MOST_UNITS]
-    ]
-    costs = [f"{unit_name} ({short(effect.delta or 0.0)})" for unit_name, effect in zip(names, costly, strict=False)]
     if not costly:
         answer = f"Nowhere: the loss rises significantly for none of {total}, each swapped alone."
         return Finding(question="Where?", answer=answer, severity="none", measures=["swap.sweep"])
-    prefix = "layer " if unit == "layer" else ""
+    costs = [
+        f"{name(effect.layer) if effect.head is None else f'head {name(effect.layer)}.{effect.head}'} "
+        f"({short(effect.delta or 0.0)})"
+        for effect in costly[:MOST_UNITS]
+    ]
     answer = f"The loss rises significantly for {len(costly)} of {total}, each swapped alone."
-    evidence = f"Largest rises: {prefix}{', '.join(costs)}; false-discovery rate 5 %."
+    evidence = f"Largest rises: {'layer ' * (unit == 'layer')}{', '.join(costs)}; false-discovery rate 5 %."
     return Finding(question="Where?", answer=answer, evidence=evidence, measures=["swap.sweep"])
 
 
@@ -240,11 +238,6 @@ def _continuations(swap: Swap) -> Finding | None:
     )
 
 
-def _is_measured(plan: Plan | None) -> bool:
-    """Return True if the plan has a measured rise, which the finding `Within budget?` reports."""
-    return plan is not None and plan.measured is not None
-
-
 def _holds(plan: Plan) -> bool:
     """Return True if the plan is `within_budget`.
 
@@ -260,9 +253,8 @@ def _holds(plan: Plan) -> bool:
 
 def _plan_findings(plan: Plan) -> Iterator[Finding]:
     """Yield findings on the ranks, the size of the cache, and whether the measured rise is within the budget."""
-    what = {"loss": "loss", "ppl": "perplexity"}[plan.unit]
     answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head."
-    evidence = f"Allowed: a {what} at most {100 * plan.budget:g} % higher."
+    evidence = f"Allowed: a {BUDGETED[plan.unit]} at most {100 * plan.budget:g} % higher."
     smaller = [step for step in plan.steps if step.mean_rank < plan.mean_rank]
     if smaller and plan.estimated is not None:
         rejected = max(smaller, key=lambda step: step.mean_rank)
@@ -305,12 +297,11 @@ def _format_cache(cache: Pair) -> str:
 def _plan_cache(plan: Plan, answer: str, evidence: str) -> Finding:
     cache = plan.cache_bytes_per_token
     smaller = cache.before is not None and cache.after is not None and cache.after < cache.before
-    severity: Literal["notable", "problem"] = "notable" if smaller else "problem"
+    severity: Severity = "notable" if smaller else "problem"
     return Finding(question="Cache?", answer=answer, evidence=evidence, severity=severity, measures=["swap.plan"])
 
 
 def _format_interval(rise: Rise, before: str = "") -> str:
-    """Format the 95 % interval of a rise in loss or perplexity, following the text `before`; empty if none."""
     return "" if rise.ci95 is None else f"{before}95 % interval {share(rise.ci95[0])} to {share(rise.ci95[1])}"
 
 
@@ -400,6 +391,5 @@ def _windows(report: Report, written: Written, times: int = 1) -> str:
 
 
 def _scope(report: Report) -> str:
-    """Return the options that restrict a command to the layers and heads of this report."""
     parts = {"layers": report.settings.layers, "heads": report.settings.heads}
     return "".join(f" --{name} {','.join(map(str, part))}" for name, part in parts.items() if part is not None)

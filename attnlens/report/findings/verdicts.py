@@ -176,13 +176,13 @@ def _reference_finding(experiment: Experiment) -> Finding:
     measured = join_items(values, MOST_VALUES, "; ")
     if not experiment.published:
         answer = f"{measured}; no published values to compare with."
-        return Finding(question=f"{name}:", answer=answer, evidence=question, measures=[])
+        return Finding(question=f"{name}:", answer=answer, evidence=question)
     missed = [value for value in experiment.published if experiment.meets(value) is False]
     agreeing, untested = experiment.agreeing, state_untested(len(experiment.untested))
     tested, severity = len(missed) + agreeing.total(), "none"
     if missed:
         names = [
-            f"{experiment.labels.get(name, name)} ({experiment.origins.get(name, 'published')})" for name in missed
+            f"{experiment.labels.get(each, each)} ({experiment.origins.get(each, 'published')})" for each in missed
         ]
         verb, severity = "differs" if len(missed) == 1 else "differ", "problem"
         answer = f"No: {len(missed)} of {format_count(tested, 'value')} {verb}: {join_items(names, 3)}{untested}."
@@ -193,22 +193,19 @@ def _reference_finding(experiment: Experiment) -> Finding:
     else:
         answer = f"Not tested{untested}."
     evidence = f"The experiment asks: {question} Measured: {measured}."
-    return Finding(question=f"{name} reproduced?", answer=answer, severity=severity, evidence=evidence, measures=[])
+    return Finding(question=f"{name} reproduced?", answer=answer, severity=severity, evidence=evidence)
 
 
 def _hardening_finding(experiment: Experiment) -> Finding:
     """State the weight that a head, and its SVM, give the selected token: e^−KL, with the KL of hard selection."""
-    head, svm = (experiment.final.get(name) for name in (SOFT, SOFT_SVM))
-    answer = "Unknown."
-    if head is not None:
-        answer = f"The selected token gets {_weight(head)} of the weight (median over queries; 100 %: hard selection)."
-    evidence = "" if svm is None else f"With its SVM's scores, scaled to the head's norm: {_weight(svm)}."
+    kls = [experiment.final.get(name) for name in (SOFT, SOFT_SVM)]
+    head, svm = (None if kl is None else f"{100 * math.exp(-kl):.3g} %" for kl in kls)
+    answer = f"The selected token gets {head} of the weight (median over queries; 100 %: hard selection)."
+    evidence = f"With its SVM's scores, scaled to the head's norm: {svm}." if svm else ""
     name = clean(experiment.name).partition(",")[0].capitalize()
-    return Finding(question=f"{name}: how hard does it select?", answer=answer, evidence=evidence, measures=[])
-
-
-def _weight(kl: float) -> str:
-    return f"{100 * math.exp(-kl):.3g} %"
+    return Finding(
+        question=f"{name}: how hard does it select?", answer=answer if head else "Unknown.", evidence=evidence
+    )
 
 
 def _ends(experiment: Experiment) -> dict[str, float | None]:

@@ -318,7 +318,6 @@ def _explain_measures(report: Report, names: Collection[str]) -> list[str]:
 
 
 def _end(sentence: str) -> str:
-    """Add a full stop to a sentence that lacks a final mark; "" stays empty."""
     return sentence if sentence.endswith((".", "?", "!", ":")) or not sentence else f"{sentence}."
 
 
@@ -369,7 +368,6 @@ def overview(
 
 
 def _letter(rows: Sequence[Row]) -> list[Row]:
-    """Put a letter before the title of each panel."""
     letters = cycle(ascii_lowercase)
     return [
         replace(row, panels=[panel and replace(panel, title=f"{next(letters)}  {panel.title}") for panel in row.panels])

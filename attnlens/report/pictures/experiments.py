@@ -380,7 +380,6 @@ def _least_shown(curves: Mapping[str, Curve]) -> tuple[float | None, bool]:
 
 
 def _finite_values(curves: Mapping[str, Curve]) -> Float[np.ndarray, " values"]:
-    """Collect the finite medians and quartiles of all curves."""
     parts = (part for curve in curves.values() for part in (curve.median, curve.low, curve.high))
     values = np.concatenate([as_array(part) for part in parts if part is not None])
     return np.asarray(values[np.isfinite(values)])

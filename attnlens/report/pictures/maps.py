@@ -48,8 +48,7 @@ PART_LINES = ("-", "--", ":")  # line styles of the parts' medians on shared axe
 CELL = 0.42  # side of a cell in inches, if the page has room
 STEPS = 64  # number of colours sampled from a colour map for the maps that pages draw themselves
 THIRDS = 3
-FURTHEST = 1e300
-"""Largest absolute value that can be drawn: drawing computes differences, and float64 ends at 1.8e308."""
+FURTHEST = 1e300  # Largest absolute value that can be drawn: drawing computes differences, and float64 ends at 1.8e308
 
 
 def full_caption(shapes: Shapes, reading: MeasureMap) -> str:

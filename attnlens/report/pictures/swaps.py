@@ -96,7 +96,6 @@ def swap_panels(report: Report) -> list[Panel]:
 
 
 def _overview_panels(report: Report) -> list[Panel]:
-    """Build the panels of the overview in display order."""
     if len(report.swaps) > 1:
         return list(_kernel_panels(report))
     swap, plan, number = report.swaps[0], report.plan, report.model.layer_number
@@ -115,7 +114,6 @@ def _overview_panels(report: Report) -> list[Panel]:
 
 
 def _drawn_controls(swap: Swap) -> list[Control]:
-    """Return the controls that have a loss to draw; an empty list if the model has no loss."""
     return [control for control in swap.controls if control.loss is not None and swap.judged_by == "loss"]
 
 
@@ -289,7 +287,6 @@ def _order(unit: Effect | SiteSwap) -> tuple[int, int]:
 
 
 def _of_heads(swap: Swap) -> bool:
-    """Return True if single heads were swapped rather than whole layers."""
     return any(unit.head is not None for unit in swap.sweep)
 
 
@@ -438,7 +435,6 @@ def draw_ranks(axes: Axes, plan: Plan, number: Names = str) -> None:
 
 
 def _healing_panel(swap: Swap, healing: Healing) -> Panel:
-    """Build the panel of a healing run: perplexity and validation distance at each step."""
     note = "dashed: original; " * (swap.judged_by == "loss") + "dotted: best; hollow: transfer"
     goal = "on the text" if healing.goal == "text" else "towards the original model"
     caption = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 
 from attnlens.records import BackendCheck, Breach, Check, MaskCheck, Report, Sight
@@ -185,7 +185,6 @@ def backend_table(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def _property_section(ran: Sequence[BackendCheck], masks: Sequence[str], name: Names) -> Section:
-    """Build the table of tested properties with two columns per backend: verdicts and errors."""
     predicting = any(each.greedy_agreement is not None for each in ran)
     properties = ["outputs", *["same token"] * predicting, *masks]
     columns = [Column("", properties, words=True)]
@@ -255,42 +254,28 @@ def describe_fault(fault: Sight, name: Names) -> str:
     return f"token {fault.output} {verb} token {fault.token} in {where}"
 
 
-@dataclass(frozen=True)
-class Case:
-    """Test case of a JUnit file: the outcome of a check, or the reason why the test did not run."""
-
-    group: str  # what was tested; the class name in the file
-    name: str
-    outcome: Check | str
+Case = tuple[str, str, Check | str]
+"""Test case of a JUnit file: what was tested (its class name), its name, and the outcome or why it did not run."""
 
 
-def doctor_cases(report: Report) -> list[Case]:
-    """Return one test case per site, per backend, and per mask of a backend; tests that did not run have a reason."""
-    cases, name = [], report.model.layer_name
+def doctor_cases(report: Report) -> Iterator[Case]:
+    """Yield one test case per site, per backend, and per mask of a backend; tests that did not run have a reason."""
     for site in report.doctor:
-        if site.verdict == "not checked":
-            cases.append(Case("doctor.sites", site.site, site.reason or ""))
-            continue
         errors = [error for error in (site.tokens_error, site.weights_error) if error is not None]
-        cases.append(_case("doctor.sites", site.site, "the model's attention", site.passed, max(errors, default=None)))
+        check = _check("doctor.sites", site.site, "the model's attention", site.passed, max(errors, default=None))
+        yield "doctor.sites", site.site, (site.reason or "") if site.verdict == "not checked" else check
     for each in report.backends or []:
         group = f"doctor.{each.backend}"
-        if each.verdict == "not run":
-            cases.append(Case(group, "outputs", each.reason or ""))
-        else:
-            wanted = f"outputs as in float64, error at most {each.tolerance or 0:.0e}"
-            cases.append(_case(group, "outputs", wanted, is_close(each), each.output_error))
+        wanted = f"outputs as in float64, error at most {each.tolerance or 0:.0e}"
+        check = _check(group, "outputs", wanted, is_close(each), each.output_error)
+        yield group, "outputs", (each.reason or "") if each.verdict == "not run" else check
         for mask in each.masks:
-            if mask.verdict == "not checked":
-                cases.append(Case(group, mask.mask, mask.reason or ""))
-                continue
-            faults = [describe_fault(fault, name) for fault in mask.faults]
+            faults = [describe_fault(fault, report.model.layer_name) for fault in mask.faults]
             wanted = "; ".join(faults) or mask.reason or "outputs as declared"
-            cases.append(_case(group, mask.mask, wanted, mask.verdict == "agrees", mask.error))
-    return cases
+            check = _check(group, mask.mask, wanted, mask.verdict == "agrees", mask.error)
+            yield group, mask.mask, (mask.reason or "") if mask.verdict == "not checked" else check
 
 
-def _case(group: str, name: str, wanted: str, passed: bool, value: float | None) -> Case:
+def _check(group: str, name: str, wanted: str, passed: bool, error: float | None) -> Check:
     subject = f"{group}: {name}"
-    outcome = Check(id=subject, rule=subject, subject=subject, wanted=wanted, passed=passed, value=value)
-    return Case(group, name, outcome)
+    return Check(id=subject, rule=subject, subject=subject, wanted=wanted, passed=passed, value=error)

@@ -133,7 +133,6 @@ def _best_cells(study: StudyTable, task: StudyColumn, cells: Sequence[StudyCell]
 
 
 def _significant_pairs(study: StudyTable, task: StudyColumn, measure: str) -> Sequence[StudyPair]:
-    """Return a task's pairs of cells that differ significantly by a measure (Holm-corrected p at most LEVEL)."""
     of_measure = [pair for pair in study.pairs if (pair.task, pair.measure) == (task.name, measure)]
     return [pair for pair in of_measure if pair.p_holm is not None and pair.p_holm <= LEVEL]
 

@@ -245,7 +245,6 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
 def _loss_cells(
     loss: Change | None, perplexity: Change | None, decimals: int, *, destroyed: bool = False
 ) -> dict[str, str]:
-    """Build the cells of a loss: value, change, perplexity, rise in the perplexity; both changes with intervals."""
     rise, ends = format_rise(loss, perplexity, destroyed=destroyed)
     return {
         "loss": format_number(getattr(loss, "after", None), decimals),
@@ -430,7 +429,6 @@ def swap_rows(report: Report) -> list[dict[str, Cell]]:
 
 
 def _outcome_row(swap: Swap, stage: str, control: str, state: float | None, outcome: Outcome) -> dict[str, Cell]:
-    """Build the row of a stage or control of a kernel; a control has no speed, memory or off-simplex share."""
     costs: dict[str, Cell] = {"off_simplex": None if control else swap.off_simplex}
     for name in ("tokens_per_second", "peak_memory_bytes"):
         pair = getattr(swap, name)
@@ -455,7 +453,6 @@ def _outcome_row(swap: Swap, stage: str, control: str, state: float | None, outc
 
 
 def _effect_row(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:
-    """Build the row of a swept head or layer: its effect, and its values of the predictors, if any."""
     where = {name: getattr(effect, name) for name in ("layer", "head", "part", "delta")}
     tests = {name: getattr(effect, name) for name in ("p_value", "significant")}
     predictors = sorted(swap.predictors, key=lambda predictor: predictor.measure)
