@@ -169,16 +169,9 @@ def test_a_copy_is_recognised_by_the_values_of_its_heads_and_another_model_is_no
 
 
 @pytest.mark.full
-def test_a_copy_is_recognised_by_its_weights_its_texts_or_both(tmp_path):
-    for source in ("weights", "tokens"):
-        assert lineages_of(attnlens.inspect("demo", source=source)) == {"demo"}
-    for name, change, known in (
-        ("same", lambda weight: weight, {"demo"}),
-        ("coarse", coarse, {"demo"}),
-        ("other", lambda weight: torch.randn_like(weight) * weight.std(), set()),
-    ):
-        copy = attnlens.inspect(rewrite(tmp_path / name, change), windows=8)
-        assert atlas.subject_of(copy, "decoder").lineages == known
+@pytest.mark.parametrize("source", ["weights", "tokens"])
+def test_a_copy_is_recognised_by_its_weights_or_its_texts(source):
+    assert lineages_of(attnlens.inspect("demo", source=source)) == {"demo"}
 
 
 @pytest.mark.full

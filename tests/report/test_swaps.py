@@ -1,7 +1,5 @@
 """Tests what swaps, plans and healings say in tables, pages, rows and pictures."""
 
-import csv
-import io
 import math
 
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 import swap_reports
 import views
 from swap_reports import agreed, controls, healing, planned, several, swap_report, swapped
-from views import absent, check_layout, draw
+from views import absent, check_layout, draw, flowing
 
 from attnlens.kernels import TIES
 from attnlens.records import Coverage, Effect, HealingRate, HealingTraining, Pair, Rise, Text, TextCosine
@@ -32,21 +30,12 @@ def cost(swap):
     return next(finding for finding in find(Shapes(swap_report(swap))) if finding.question == "Cost?")
 
 
-def flowing(report):
-    """The summary without line breaks, as one sentence may take two lines."""
-    return " ".join(views.summary(report, 600).split())
-
-
 def shown(**fields):
     return flowing(swap_report(swapped(**fields)))
 
 
 def row(report, first, width=110):
     return next(line.split() for line in views.summary(report, width).splitlines() if line.split()[:1] == [first])
-
-
-def rows_of_csv(report):
-    return list(csv.DictReader(io.StringIO(views.csv(report))))
 
 
 def lost(layer, head=None):
@@ -117,15 +106,15 @@ def test_perplexity_has_the_interval_of_its_rise_and_agreement_is_censored_if_ha
 
 
 def test_csv_has_a_row_per_stage_and_control_or_per_unit(whole, controlled):
-    rows = rows_of_csv(controlled)
+    rows = views.rows(controlled)
     controlling = [("swapped", ""), ("", "sink-window:4,64"), ("", "hard"), ("", "uniform")]
     assert [(cells["stage"], cells["control"]) for cells in rows] == controlling
     assert [cells["state"] for cells in rows[1:]] == ["8704", "16384", "65"]
     assert {cells["tokens_per_second.after"] for cells in rows[1:]} == {""}
     assert {"perplexity.delta.low", "perplexity.delta.high", "greedy.median"} <= set(rows[0])
-    rows = rows_of_csv(swap_report(swapped(deltas=(3.28, None))))
+    rows = views.rows(swap_report(swapped(deltas=(3.28, None))))
     assert [(cells["stage"], cells["loss.delta"]) for cells in rows] == [("swapped", "3.28"), ("fitted", "")]
-    units = rows_of_csv(whole)
+    units = views.rows(whole)
     assert (len(units), {cells["significant"] for cells in units}) == (32, {"true", "false"})
 
 

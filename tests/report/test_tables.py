@@ -3,7 +3,6 @@
 import csv
 import io
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +17,9 @@ import attnlens
 from attnlens.analyzers.registry import Analyzer, MeasureInfo
 from attnlens.kernels import FILTERS, TIES, kernels
 from attnlens.kernels.registry import KernelInfo
-from attnlens.records import Settings
+from attnlens.records import Settings, SiteCheck
 from attnlens.report import export
+from attnlens.report.findings import find
 from attnlens.report.findings.heads import HeadTests
 from attnlens.report.render import terminal
 from attnlens.report.render.markdown import escape_text
@@ -214,17 +214,26 @@ def test_csv_is_the_dataframe_and_has_no_formula():
 
 
 def test_doctor_gives_its_verdict_in_words():
-    names = ("site", "part", "heads", "route", "tokens_error", "weights_error", "reason", "verdict")
+    names = ("site", "part", "heads", "route", "tokens_error", "weights_error", "reason", "verdict", "passed")
     rows = [
-        ("h.0.attn", "decoder", 8, "attention interface", 3.2e-7, 4.1e-7, None, "agrees"),
-        ("h.1.attn", "decoder", 8, "attention interface", 2e-3, None, "softcap is dropped", "differs"),
-        ("h.2.attn", "cross", 8, "none", None, None, "written by hand", "not checked"),
-        ("h.3.attn", "decoder", 8, "none", 3.2e-7, None, "no affine function", "partly checked"),
+        ("h.0.attn", "decoder", 8, "attention interface", 3.2e-7, 4.1e-7, None, "agrees", True),
+        ("h.1.attn", "decoder", 8, "attention interface", 2e-3, None, "softcap is dropped", "differs", False),
+        ("h.2.attn", "cross", 8, "none", None, None, "written by hand", "not checked", False),
+        ("h.3.attn", "decoder", 8, "none", 3.2e-7, None, "no affine function", "partly checked", False),
     ]
-    checks = [SimpleNamespace(**dict(zip(names, row, strict=True))) for row in rows]
-    report = SimpleNamespace(doctor=checks, settings=Settings(notes=["Computed in float32."]))
+    checks = [SiteCheck(**dict(zip(names, row, strict=True))) for row in rows]
+    settings = Settings(notes=["Computed in float32."])
+    report = synthetic_report(1, 1).model_copy(update={"kind": "doctor", "doctor": checks, "settings": settings})
+    for some, answer, severity, error in (
+        (checks[:1], "Yes: 1 of 1 site agree", "none", "4.1e-07"),
+        (checks[:3], "No: 1 of 3 sites differ from the model (h.1.attn)", "problem", "2.0e-03"),
+        (checks[::2], "Not verified: 1 of 2 sites", "problem", "4.1e-07"),
+    ):
+        (finding,) = find(Shapes(report.model_copy(update={"doctor": some})))
+        assert (finding.answer.startswith(answer), finding.severity) == (True, severity), finding
+        assert error in finding.evidence
     for width in (80, 120):
-        text = views.printed(views.alone(*site_checks(SimpleNamespace(report=report), "terminal")), width)
+        text = views.printed(views.alone(*site_checks(Shapes(report), "terminal")), width)
         assert max(map(len, text.splitlines())) <= width
         facts = ("3.2e-07", "4.1e-07", "agrees", "2.0e-03", "DIFFERS", "not checked", "partly")
         assert not absent(text, "Computed in float32.", *facts)
