@@ -225,8 +225,8 @@ def test_doctor_gives_its_verdict_in_words():
     settings = Settings(notes=["Computed in float32."])
     report = synthetic_report(1, 1).model_copy(update={"kind": "doctor", "doctor": checks, "settings": settings})
     for some, answer, severity, error in (
-        (checks[:1], "Yes: 1 of 1 site agree", "none", "4.1e-07"),
-        (checks[:3], "No: 1 of 3 sites differ from the model (h.1.attn)", "problem", "2.0e-03"),
+        (checks[:1], "Yes: 1 of 1 site agrees with", "none", "4.1e-07"),
+        (checks[:3], "No: 1 of 3 sites differs from the model (h.1.attn)", "problem", "2.0e-03"),
         (checks[::2], "Not verified: 1 of 2 sites", "problem", "4.1e-07"),
     ):
         (finding,) = find(Shapes(report.model_copy(update={"doctor": some})))

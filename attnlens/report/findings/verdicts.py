@@ -36,11 +36,13 @@ def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
     total = format_count(len(sites), "site")
     if differing:
         names = join_items([check.site for check in differing], 3)
-        answer, severity = f"No: {len(differing)} of {total} differ from the model ({names}).", "problem"
+        verb = "differs" if len(differing) == 1 else "differ"
+        answer, severity = f"No: {len(differing)} of {total} {verb} from the model ({names}).", "problem"
     elif unchecked:
         answer, severity = f"Not verified: {len(unchecked)} of {total} could not be checked completely.", "problem"
     else:
-        answer, severity = f"Yes: {len(sites)} of {total} agree with the model's own attention.", "none"
+        verb = "agrees" if len(sites) == 1 else "agree"
+        answer, severity = f"Yes: {len(sites)} of {total} {verb} with the model's own attention.", "none"
         rounded = [check for check in sites if check.rounding is not None]
         if rounded:
             worst = max(rounded, key=lambda check: check.rounding or 0.0)

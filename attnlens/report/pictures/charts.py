@@ -512,6 +512,8 @@ def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float, 
     engine = ConstrainedLayoutEngine(rect=rect, h_pad=0.05, w_pad=0.05, hspace=0.03, wspace=0.03)
     for _ in range(2):  # the first pass changes which ticks have room, and so the width of their labels
         engine.execute(figure)
+    for part in parts:  # the positions of axes are relative to these
+        part.bbox_relative.set_points(np.round(part.bbox_relative.get_points(), 8))
     for axes in figure.axes:
         axes.set_position(np.round(axes.get_position(original=False).bounds, 5).tolist())
     if bare:
