@@ -1,4 +1,4 @@
-"""Tests what experiments and series of checkpoints say in tables, pages, rows and pictures."""
+"""Tests the tables, pages, rows and pictures of experiments and of series of checkpoints."""
 
 import re
 from html import unescape
@@ -39,7 +39,7 @@ def row(text, *words):
 
 
 def of_curves(values, **shown):
-    """An experiment whose curves have these values."""
+    """Build an experiment whose curves have these values."""
     return converging(curves={name: curve([*range(1, len(v) + 1)], np.array(v), **shown) for name, v in values.items()})
 
 
@@ -147,7 +147,7 @@ def test_a_report_names_the_model_of_each_experiment():
     for text in (views.summary(report), views.page(report), unescape(views.markdown(report)), drawn):
         assert not absent(text, title, line)
     assert "one: Are solved instances solved again? (on demo, 1.2 s)" in views.summary(report)
-    assert facts.ran_on(experiment_report(golden(model="demo"))) == "golden instances: demo", "no others to speak of"
+    assert facts.ran_on(experiment_report(golden(model="demo"))) == "golden instances: demo", "there are no others"
     plain = experiment_report(converging())
     assert (facts.title(plain), facts.ran_on(plain)) == ("one-layer attention (synthetic)", "")  # the control
     assert "all others" not in views.page(plain)
@@ -181,7 +181,9 @@ def test_a_measure_that_never_changes_is_left_out():
     series = training()
     constant = curve(series.curves["loss"].steps, np.full(7, 16.0))
     more = series.model_copy(update={"curves": series.curves | {"weights.constant": constant, "mine: null": constant}})
-    assert {"weights.constant", "mine: null"} <= set(sections.measures_of(more)), "a name makes no null"
+    assert {"weights.constant", "mine: null"} <= set(sections.measures_of(more)), (
+        "a curve is a null only if it says so, whatever its name"
+    )
     assert "weights.symmetry: null" not in sections.measures_of(more)
     assert "weights.constant" not in sections.changed_measures(more)
 
@@ -246,7 +248,7 @@ def test_the_distance_to_the_published_is_counted_in_tolerances_or_at_the_edge()
     for tolerance in (None, {"x": 0.5}):
         (band,) = panel_axes(golden(final={"x": 2.0}, tolerance=tolerance, bounds={}, **fields)).collections
         widths.append(float(np.ptp(band.get_paths()[0].vertices[:, 0])))
-    assert widths[0] < 0.1, "nothing but the exact figure is shaded"
+    assert widths[0] < 0.1, "only the exact figure is shaded"
     assert widths[1] == pytest.approx(2)  # the control
 
 

@@ -1,4 +1,4 @@
-"""Tests that findings claim nothing by chance, name what is there, and fit on the first screen."""
+"""Tests that findings rarely claim anything by chance, name real effects, and fit on the first screen."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANALYZERS = [analyzer for analyzer in select_analyzers(source="weights") if anal
 
 
 def report_of(values: dict[str, list[Measure]], layers: int = 4) -> Report:
-    """A report of heads with these measures, spread evenly over the layers."""
+    """Build a report of heads with these measures, spread evenly over the layers."""
     report = synthetic_report(1, 1)
     (count,) = {len(measures) for measures in values.values()}
     width = count // layers
@@ -44,7 +44,7 @@ def report_of(values: dict[str, list[Measure]], layers: int = 4) -> Report:
 
 
 def random_report(seed: int, *, symmetric: int = 0) -> Report:
-    """A report on heads of Gaussian factors; the first `symmetric` heads have W_K = W_Q."""
+    """Build a report on heads of Gaussian factors; the first `symmetric` heads have W_K = W_Q."""
     query, key = random(32, 48, 8, seed=2 * seed), random(32, 48, 8, seed=2 * seed + 1)
     key[:symmetric] = query[:symmetric]
     heads = query_key(query, key)
@@ -98,7 +98,7 @@ def test_random_weights_give_a_false_claim_in_at_most_5_percent_of_runs(runs: in
         without_correction += any(abs(m.z or 0) > 2 for head in report.heads for m in head.measures.values())
     assert stats.binomtest(false, runs, 0.05, alternative="greater").pvalue > 0.01
     assert without_correction > 0.9 * runs  # the control: |z| > 2 of some head
-    assert all(claims(random_report(seed, symmetric=1)) for seed in range(3))  # what is there is counted
+    assert all(claims(random_report(seed, symmetric=1)) for seed in range(3))  # a real effect is found
 
 
 def test_entropies_around_one_half_give_a_false_claim_in_at_most_5_percent_of_runs() -> None:

@@ -1,4 +1,4 @@
-"""Tests that the page is one file that shows the report and, in headless Chromium, can be explored unhurt."""
+"""Tests that the page is one file with the whole report, treats strings as text, and works in headless Chromium."""
 
 import csv
 import io
@@ -24,7 +24,7 @@ ATTRIBUTES = "attributes charset class colspan content src alt http-equiv lang n
 
 
 def strings(value):
-    """Every string in what JSON holds."""
+    """Yield every string in a JSON value."""
     if isinstance(value, str):
         yield value
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -102,7 +102,7 @@ REPORT = synthetic_report(6, 5, missing=[(1, 2)])
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """A page, and a page whose strings were all written by a stranger."""
+    """Return the paths of a page, and of a page whose strings are all untrusted."""
     paths = [tmp_path_factory.mktemp("pages") / name for name in ("page.html", "hostile.html")]
     for path, report in zip(paths, (REPORT, hostile()), strict=True):
         path.write_text(views.page(report))
@@ -111,7 +111,7 @@ def pages(tmp_path_factory):
 
 @pytest.fixture
 def shown(browser, pages):
-    """The page as it opens; after the test it must have logged nothing and asked for nothing."""
+    """Open the page; check after the test that it logged nothing and made no request."""
     chromium.opened(browser, pages[0])
     yield browser
     assert chromium.logged(browser) == []
@@ -135,7 +135,7 @@ def rows(browser):
 
 
 def over_cell(browser, row, column):
-    """The pointer over a cell of the map."""
+    """Return actions that start with the pointer over a cell of the map."""
     place = "const {x, y} = document.getElementById('map').getBoundingClientRect(); scrollTo(0, scrollY + y - 80);"
     browser.execute_script(place)
     at = "const box = map.canvas.getBoundingClientRect(); return [box.x + map.left + (arguments[1] + .5) * map.wide,"
@@ -155,7 +155,7 @@ def test_pointer_menu_and_keys_explore_the_map_and_a_click_opens_a_head(shown):
     cell = shown.find_element(By.ID, "cell")
     shown.execute_script("arguments[0].focus()", cell)
     cell.send_keys(Keys.HOME, Keys.PAGE_UP, Keys.ARROW_DOWN, Keys.ARROW_RIGHT)
-    assert "layer 1 head 1: symmetry" in text(shown, "tip"), "focus tells what hover does"
+    assert "layer 1 head 1: symmetry" in text(shown, "tip"), "focus shows the same text as hovering"
     assert (cell.get_attribute("aria-label") or "").startswith("layer 1 head 1: symmetry")
     cell.send_keys(Keys.END, Keys.ENTER)
     assert text(shown, "who") == "Layer 1 head 4"
@@ -207,9 +207,9 @@ def test_the_fragment_restores_the_view_and_the_switch_turns_the_theme(shown, pa
     assert shown.execute_script("return document.documentElement.dataset.theme") == "dark"
     shown.execute_script("location.hash = 'head=0.1'")
     assert shown.execute_async_script("setTimeout(arguments[0], 50)") is None
-    assert text(shown, "who") == "Layer 0 head 1", "a link to the same page, too"
+    assert text(shown, "who") == "Layer 0 head 1", "a link within the page changes the view, too"
     chromium.opened(shown, pages[0], "measure=nothing&head=99.99&sort=%3Cscript%3E&theme=pink")
-    assert len(rows(shown)) > 10, "what the report does not hold is passed over"
+    assert len(rows(shown)) > 10, "names that the report lacks are ignored"
     chromium.opened(shown, pages[0])
     background = "return getComputedStyle(document.body).backgroundColor"
     before = shown.execute_script(background)

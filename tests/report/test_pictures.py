@@ -39,7 +39,7 @@ def overview(report):
 
 
 def scale(values):
-    """Colours, norm and extension of a map of these values."""
+    """Return colours, norm and open ends of a map of these values."""
     return maps.scale(Shapes(planted(values)).readings["weights.planted"])
 
 
@@ -51,7 +51,7 @@ def register(patch, name="weights.planted", **fields):
 
 
 def with_heads(report, change):
-    """The report with each head's fields updated."""
+    """Return the report with each head's fields updated."""
     return report.model_copy(update={"heads": [head.model_copy(update=change(head)) for head in report]})
 
 
@@ -75,7 +75,7 @@ def test_the_map_has_each_heads_value_at_its_layer_and_head():
     assert axes.get_ylim()[0] > axes.get_ylim()[1], "layer 0 is at the top"
     assert array(axes)[1, 1] == heads[-1].measures["weights.symmetry"].value
     far = with_heads(planted(np.eye(2)), lambda head: {"layer": head.layer * 10**9, "head": head.head * 10**9})
-    assert Shapes(far).readings["weights.planted"].values.shape == (2, 2), "absurd numbers make no absurd map"
+    assert Shapes(far).readings["weights.planted"].values.shape == (2, 2), "huge numbers do not make a huge map"
     report = synthetic_report(6, 2, parts=MIXED)
     assert Shapes(report).layers == (0, 1, 2, 4, 3, 5)
     axes = panel(report, "weights.norm").axes[0]
@@ -98,7 +98,7 @@ def test_heads_without_a_value_are_masked_hatched_and_explained():
     assert "No value" not in panel(report, "weights.symmetry").texts[-1].get_text()
     without = report.model_copy(update={"heads": [*report.heads[:5], *report.heads[6:]]})
     values, full = (Shapes(each).readings["weights.symmetry"].values.ravel() for each in (without, report))
-    assert np.isnan(values[5]), "a head that the report leaves out is a hole and moves no other"
+    assert np.isnan(values[5]), "a head that the report lacks is a gap and moves no other"
     np.testing.assert_array_equal(np.delete(values, 5), np.delete(full, 5))
     for name, explained in (("weights.kind", False), ("weights.symmetry", True)):
         head = report.heads[0]
@@ -163,7 +163,7 @@ def test_the_caption_gives_null_error_count_model_coverage_and_range(monkeypatch
 
 
 def with_curves(*curves, parts=None, name="c"):
-    """One head per layer, each with one curve."""
+    """Build the shapes of a report with one head per layer, each with one curve."""
     rest = iter(curves)
     return Shapes(with_heads(synthetic_report(len(curves), 1, parts=parts), lambda _: {"curves": {name: next(rest)}}))
 

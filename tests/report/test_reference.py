@@ -1,4 +1,4 @@
-"""`attnlens explain` has a page for every measure and kernel, and refuses other names."""
+"""Tests that `attnlens explain` has a page for every measure and kernel, and refuses other names."""
 
 import re
 
@@ -34,7 +34,7 @@ def test_every_measure_and_every_kernel_has_its_page():
         assert (page.title, bool(page.lines[0]), "source" in dict(page.items)) == (name, True, True)
     assert set(measure_pages()).isdisjoint(pages)
     ends = {name.partition(".")[2] for name in INFOS}
-    assert ends & set(pages) == {"rank"}, "the kernel, which stands before features.rank"
+    assert ends & set(pages) == {"rank"}, "the kernel takes precedence over features.rank"
     assert explanation("rank") == pages["rank"] != explanation("features.rank")
 
 

@@ -1,4 +1,4 @@
-"""Tests what swaps, plans and healings say in tables, pages, rows and pictures."""
+"""Tests the tables, pages, rows and pictures of swaps, plans and healing runs."""
 
 import math
 
@@ -39,7 +39,7 @@ def row(report, first, width=110):
 
 
 def lost(layer, head=None):
-    """The effect of a unit whose swap diverges."""
+    """Return the effect of a head or layer whose swap diverges."""
     return Effect(layer=layer, head=head, part="decoder", delta=None)
 
 
@@ -54,7 +54,7 @@ def whole():
 
 @pytest.fixture(scope="module")
 def controlled():
-    """A kernel that costs 0.4 nats, and its controls, of which the sink-window costs less."""
+    """A kernel that costs 0.4 nats, with controls; only the sink-window costs less."""
     return swap_report(swapped(deltas=(0.4,), controls=controls(), agreement=agreed([1, 2, 3, 64])))
 
 
@@ -135,7 +135,7 @@ def test_the_verdict_gives_the_direction_of_the_loss_and_divergence_is_no_number
     assert "nan" not in text.lower().replace("finance", "")
     assert "diverge" not in shown()  # the control
     reason = swapped().model_copy(update={"reasons": {"mask_error": "the lines diverged"}})
-    assert "The model diverges" not in flowing(swap_report(reason)), "a word in a reason is no finding"
+    assert "The model diverges" not in flowing(swap_report(reason)), "a word in a reason is not a finding"
     text = shown(sweep=[lost(9), *swapped(sweep="layers").sweep])
     assert not absent(text, "1 diverged.", "9 diverged –")
 
@@ -301,7 +301,7 @@ def test_a_rise_is_within_the_budget_by_its_point_and_by_its_interval():
         assert name == "measured" or plan.within_budget is (words in ("within the budget", BARE))
     beyond = {"measured": Rise(share=0.0104, sequences=32)}
     unsure = planned(promised=Rise(share=0.008, ci95=(0.004, 0.012), sequences=32), **beyond).plan
-    assert not any("the prediction fails" in line for line in plan_lines(unsure)), "a promise that was none"
+    assert not any("the prediction fails" in line for line in plan_lines(unsure)), "the prediction itself was uncertain"
     assert any("the prediction fails" in line for line in plan_lines(planned(**beyond).plan)), "the control"
 
 
@@ -318,7 +318,7 @@ def test_each_text_and_one_more_text_have_their_own_rise():
 
 
 def test_a_healing_is_described_in_the_unit_that_was_requested():
-    """5,120 tokens of 5,000 in 40 steps; ended by the user; a rate that was lowered is none of those tried."""
+    """5,120 tokens in 40 steps, of 5,000 requested; interrupted; a lowered rate differs from all rates tried."""
     tried = [HealingRate(rate=rate, validation=1.0) for rate in (1e-4, 3e-4)]
     one = {"tokens": 5120, "seconds": 2.4, "learning_rate": 1e-5, "rates": tried}
     stages = [
@@ -441,7 +441,7 @@ def test_both_curves_of_a_healing_fill_their_axes_over_one_scale_with_few_named_
 
 
 def test_a_healing_that_counts_tokens_is_drawn_and_described_by_them():
-    """The control: a report of before they were counted has steps (above)."""
+    """The control is the test above: reports of older versions count only steps."""
     curve = [
         step.model_copy(update={"tokens": 1024 * step.step, "stage": "transfer" if step.step < 500 else "whole"})
         for step in healing().curve

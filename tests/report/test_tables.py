@@ -1,4 +1,4 @@
-"""Tests that tables show the report's numbers on any page, with other people's strings as nothing but text."""
+"""Tests that tables show the report's numbers at any width, and treat untrusted strings as text."""
 
 import csv
 import io
@@ -33,14 +33,14 @@ HOSTILE = f"{STRANGE}\n# e"
 
 
 def medians(report, name):
-    """The naive median over the heads of each layer."""
+    """Compute the median over the heads of each layer naively."""
     layers = sorted({head.layer for head in report.heads})
     values = [[h.measures[name].value for h in report.heads if h.layer == layer] for layer in layers]
     return [float(np.median([value for value in row if value is not None])) for row in values]
 
 
 def rows_of(text):
-    """Rows of the layers' table by their first cell."""
+    """Map the first cell of each row of the table of layers to the other cells."""
     rows = {}
     for line in text.split("Rows are medians")[0].splitlines():
         if re.match(r" *(\d+(–\d+)?|all|null)  .*\.", line):  # values have decimals, the map's heads have none
