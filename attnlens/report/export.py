@@ -152,16 +152,16 @@ def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, 
     drawn = pictures(report)
     named = dict(zip(file_names(picture.stem for picture in drawn), drawn, strict=True))
     if not is_file(target):
-        return {target / name: partial(encode_picture, picture, bare=bare) for name, picture in named.items()}
-    stem = f"{target.stem}.png"
+        return {target / f"{name}.png": partial(encode_picture, picture, bare=bare) for name, picture in named.items()}
+    stem = target.stem
     matching = [stem] if stem in named else [name for name in named if name.endswith(f".{stem}")]
     if len(matching) > 1:
-        choices = ", ".join(sorted(name.removesuffix(".png") + target.suffix for name in matching))
-        raise UsageError(f"{target.stem} is the name of several measures.", f"Use one of: {choices}.")
-    picture = named[matching[0]] if matching and target.stem != "overview" else None
-    if picture is None and target.stem in measure_infos():
+        choices = ", ".join(sorted(name + target.suffix for name in matching))
+        raise UsageError(f"{stem} is the name of several measures.", f"Use one of: {choices}.")
+    picture = named[matching[0]] if matching and stem != "overview" else None
+    if picture is None and stem in measure_infos():
         raise UsageError(
-            f"{target.stem} cannot be drawn: the report lacks this measure, or all heads have the same value.",
+            f"{stem} cannot be drawn: the report lacks this measure, or all heads have the same value.",
             "Choose a measure that varies, or give the file another name to draw the overview.",
         )
     return {target: partial(encode_picture, picture or overview(report), target.suffix.lower(), bare=bare)}
