@@ -37,11 +37,6 @@ class Distribution:
     heads: int  # number of heads with a value
     quantiles: tuple[float, ...]  # values at LEVELS
 
-    @property
-    def median(self) -> float:
-        """Median over heads."""
-        return self.quantiles[LEVELS.index(50)]
-
     def below(self, value: float) -> float:
         """Interpolate the percentage of heads with a smaller value; heads with an equal value count half."""
         value, known = round_value(value), self.quantiles

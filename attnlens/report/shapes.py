@@ -52,12 +52,6 @@ class MeasureMap:
         return self.present.size > 1 and bool(np.ptp(self.present) <= SAME * np.abs(self.present).max())
 
     @property
-    def signed(self) -> bool:
-        """True if a value is below 0, or if the measure has a lower bound below 0."""
-        could = self.info.low is not None and self.info.low < 0
-        return could or bool(np.any(self.present < 0))
-
-    @property
     def null(self) -> tuple[float, float] | None:
         """Medians over heads of the null's mean and of its sd; None without a null."""
         return None if np.isnan(self.null_means).all() else (middle(self.null_means), middle(self.null_sds))

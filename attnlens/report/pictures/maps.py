@@ -218,7 +218,7 @@ def scale(reading: MeasureMap) -> Colours:
     cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
     extend = ("neither", "min", "max", "both")[cut_low + 2 * cut_high]
     low, high = low if cut_low else least, high if cut_high else most
-    if reading.signed:
+    if (reading.info.low or 0.0) < 0 or reading.present.min() < 0:
         half = max(abs(low), abs(high)) or 1.0
         return style.DIVERGING, CenteredNorm(0, half), extend
     # reports have nine digits: a relative spread near that is rounding, which must not span all colours
@@ -228,12 +228,12 @@ def scale(reading: MeasureMap) -> Colours:
 
 
 def palette(reading: MeasureMap) -> dict[str, object]:
-    """Return name, limits, open ends and colours (samples, or one per category) of `scale` for the scripts of pages."""
+    """Return limits, open ends and colours (samples, or one per category) of `scale` for the scripts of pages."""
     colours, norm, extend = scale(reading)
     steps = colours.N if isinstance(norm, BoundaryNorm) else STEPS
     samples = [to_hex(colour) for colour in colours(np.linspace(0, 1, steps))]
     ends = {"low": float(norm.vmin or 0), "high": float(norm.vmax or 0)}
-    return {"name": colours.name, "colours": samples, **ends, "cut": extend}
+    return {"colours": samples, **ends, "cut": extend}
 
 
 @dataclass(frozen=True)

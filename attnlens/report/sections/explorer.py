@@ -183,9 +183,7 @@ def _curve(shapes: Shapes, name: str) -> dict[str, object]:
     parts = maps.groups_by_part(shapes, name)
     medians = [part.quartiles[1] for part in parts]
     return {
-        "name": clean(name),
         "title": title_of(name) + (f" of {clean(info.matrix)}" if info.matrix else ""),
-        "group": source_of(name),
         "meaning": clean(info.meaning),
         "formula": clean(info.formula),
         "axis": "index k" if info.steps == "index" else clean(info.steps),
