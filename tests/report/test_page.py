@@ -16,8 +16,11 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 from views import Tags, absent
 
+from attnlens.records import AttentionRows
 from attnlens.report import export
 from attnlens.report.report import Report
+from attnlens.report.sections.explorer import explorer
+from attnlens.report.shapes import Shapes
 
 MB = 1_000_000
 ATTRIBUTES = "attributes charset class colspan content src alt http-equiv lang name id type hidden tabindex scope role"
@@ -87,6 +90,15 @@ def test_the_page_shows_every_number_with_its_error_null_and_reason():
     assert not absent(page, f'title="{CROSS}">–<', '>1</th><th>0</th><th class="words">decoder</th>')
     reason = "the weights are not finite: bert.encoder.layer.0.attention.self head 1 (weights)"
     assert not absent(Tags(page).text, f"2 heads, because {CROSS}", reason)
+
+
+def test_the_rest_of_attention_is_in_thousandths_like_the_weights():
+    report = synthetic_report(1, 1)
+    place = {name: getattr(report.heads[0], name) for name in ("site", "layer", "head", "kv_head", "part")}
+    rows = AttentionRows(**place, sequence=0, keys=[[0, 1]], weights=[[0.5, 0.25]], rest=[0.25])
+    body = report.inspection.model_copy(update={"attention": [rows]})
+    shown = explorer(Shapes(report.model_copy(update={"inspection": body})))["attention"]["0.0"]
+    assert (shown["weights"], shown["rest"]) == ([[500, 250]], [250])
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,18 @@ from swap_reports import agreed, controls, healing, planned, several, swap_repor
 from views import absent, check_layout, draw, flowing
 
 from attnlens.kernels import TIES
-from attnlens.records import Coverage, Effect, HealingRate, HealingTraining, Pair, Rise, Text, TextCosine
+from attnlens.records import (
+    Change,
+    Coverage,
+    Effect,
+    HealingRate,
+    HealingTraining,
+    KeyRank,
+    Pair,
+    Rise,
+    Text,
+    TextCosine,
+)
 from attnlens.report import export
 from attnlens.report.findings import find
 from attnlens.report.pictures import swaps as pictures
@@ -18,7 +29,7 @@ from attnlens.report.pictures.charts import panel_figure
 from attnlens.report.pictures.style import house_style
 from attnlens.report.pictures.swaps import swap_panels
 from attnlens.report.sections import swaps as effects
-from attnlens.report.sections.plans import healing_lines, plan_lines, share
+from attnlens.report.sections.plans import healing_lines, plan_lines, plan_rows, share
 from attnlens.report.sections.swaps import effect, format_cost
 from attnlens.report.shapes import Shapes
 from attnlens.requests.swap import Amount
@@ -92,6 +103,21 @@ def test_controls_are_rows_apart_and_named_if_they_cost_less(controlled):
     text = views.summary(swap_report(*swaps), 140)
     cells = [line.split()[:2][-1] for line in text[text.index("original") :].splitlines()[1:7]]
     assert cells == ["3.430", "sink-window:4,64", "4.430", "sink-window:4,64", "hard", "uniform"]
+
+
+def test_a_kernel_is_compared_with_a_control_in_the_same_windows():
+    """The intervals of the two changes overlap, but that of their paired difference decides."""
+
+    def compared(low, high):
+        difference = Change(before=2.464, after=2.546, delta=0.082, ci95=(low, high))
+        control = controls()[0].model_copy(update={"difference": difference})
+        findings = find(Shapes(swap_report(swapped(deltas=(0.116,), controls=[control]))))
+        return next(finding.answer for finding in findings if finding.question.startswith("Against"))
+
+    assert compared(0.03, 0.13) == "Costs more than sink-window:4,64."
+    assert compared(-0.13, -0.03) == "Costs less than sink-window:4,64."
+    unclear = "sink-window:4,64 (difference 0.082, 95 % interval -0.010 to 0.180)"
+    assert compared(-0.01, 0.18) == f"Not distinguishable with 32 windows from {unclear}."
 
 
 def test_perplexity_has_the_interval_of_its_rise_and_agreement_is_censored_if_half_never_differ(controlled):
@@ -274,6 +300,16 @@ def test_a_plan_explains_its_savings_its_estimate_and_its_promise_if_there_are_a
         "all windows of these texts",
     )
     assert "their difference" not in flowing(planned(measured=None))
+
+
+def test_the_mean_rank_of_a_shared_latent_is_per_key_head():
+    shared = KeyRank(
+        **{"site": "s", "layer": 0, "kv_head": 0, "heads": [0, 1, 2, 3], "kv_heads": [0, 1, 2, 3]},
+        **{"rank": 24, "part": "decoder", "head_dim": 256},
+    )
+    table = plan_rows(planned(ranks=[shared]).plan)
+    cells = {column.title: column.cells[0] for column in (*table.names, *table.columns)}
+    assert (cells["mean rank"], cells["of"]) == ("6.0", "64")
 
 
 FAILS = "beyond the budget: the prediction fails on this text"

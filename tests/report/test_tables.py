@@ -18,6 +18,7 @@ from attnlens.analyzers.registry import Analyzer, MeasureInfo
 from attnlens.kernels import FILTERS, TIES, kernels
 from attnlens.kernels.registry import KernelInfo
 from attnlens.records import Settings, SiteCheck
+from attnlens.records.provenance import Conventions
 from attnlens.report import export
 from attnlens.report.findings import find
 from attnlens.report.findings.heads import HeadTests
@@ -26,7 +27,7 @@ from attnlens.report.render.markdown import escape_text
 from attnlens.report.sections import reference as lists
 from attnlens.report.sections import section as sections
 from attnlens.report.sections.checked import site_checks
-from attnlens.report.shapes import Shapes
+from attnlens.report.shapes import Shapes, drop_rotary
 from attnlens.wording import format_error
 
 HOSTILE = f"{STRANGE}\n# e"
@@ -88,6 +89,17 @@ def test_the_name_of_a_group_is_never_cut(width):
     words = re.findall(r"[a-z]+,?(?= |$)", text, re.MULTILINE)
     assert {"selection", "weights", "selection,", "projected", "tokens"} == {*words} - {"layer"}
     assert re.findall(r"\bm\d", text) == [f"m{place}" for place in range(5)]
+
+
+def test_a_column_that_fits_the_page_exactly_is_shown_beside_the_others():
+    columns = [sections.Column(f"m{number}", ["1234567890"]) for number in range(3)]
+    table = sections.Table([sections.Column("head", ["0"])], columns)
+    exact = len("head") + 3 * (2 + 10)
+    lines = [
+        views.printed(views.alone(sections.Section(table=table)), width).count("1234567890\n")
+        for width in (exact, exact - 1)
+    ]
+    assert lines == [1, 2]
 
 
 def test_the_null_stands_under_the_medians_and_the_error_beside_them(report):
@@ -300,3 +312,17 @@ def test_the_table_of_heads_marks_those_beyond_chance():
     table = text.split("Every head")[1]
     assert table.count("↑") >= len(above)
     assert "significantly above or below chance" in " ".join(table.split())
+
+
+@pytest.mark.parametrize(("position", "mentioned"), [("absolute", False), ("rotary", True), ("unknown", True)])
+def test_texts_on_measures_mention_rope_only_for_models_that_may_have_it(position, mentioned):
+    report = synthetic_report(3, 4)
+    conventions = Conventions(position=position, qk_norm=False, bias="none")
+    shapes = Shapes(report.model_copy(update={"model": report.model.model_copy(update={"conventions": conventions})}))
+    info = shapes.readings["weights.symmetry"].info
+    assert ("RoPE" in info.meaning, "RoPE" in info.formula) == (mentioned, mentioned)
+    assert info.meaning.startswith("symmetry of M: 1 symmetric; 0 equal symmetric and antisymmetric parts; −1 anti")
+    assert info.formula.startswith("(‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K)")
+    symbols = "S and A are its parts. Under RoPE M depends on Δ, and the rest on both. Cross-attention has only a norm."
+    kept = symbols if mentioned else "S and A are its parts. Cross-attention has only a norm."
+    assert drop_rotary(shapes.report, symbols) == kept
