@@ -243,10 +243,8 @@ def _holds(plan: Plan) -> bool:
 
     Without a promised rise, the upper end of the measured interval, if any, must be within the budget too.
     """
-    measured = plan.measured
-    if measured is None:
+    if (measured := plan.measured) is None:
         return False
-    # without a promise, only the measured interval can guarantee the budget
     is_sure = plan.promised is not None or measured.ci95 is None or measured.ci95[1] <= plan.budget
     return plan.within_budget and is_sure
 
@@ -264,14 +262,16 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
         rise = f"{share(promised.share)}{_format_interval(promised, ', ')}"
         evidence += f" Predicted from held-out calibration windows: {rise}."
     yield Finding(question="How small?", answer=answer, evidence=evidence, measures=["swap.plan"])
-    if cache := _format_cache(plan.model_cache_bytes_per_token):
-        alone = plan.cache_bytes_per_token
-        evidence = "Keys and values of the whole model; values keep their size."
-        if alone.before != plan.model_cache_bytes_per_token.before:
-            evidence += f" The swapped heads alone: {_format_cache(alone)}."
-        yield _plan_cache(plan, f"{cache}.", evidence)
-    elif cache := _format_cache(plan.cache_bytes_per_token):  # of an older version
-        yield _plan_cache(plan, f"{cache}.", "Keys and values of the swapped heads alone; values keep their size.")
+    alone, cache = plan.cache_bytes_per_token, _format_cache(plan.model_cache_bytes_per_token)
+    evidence = f"Keys and values of the {'whole model' if cache else 'swapped heads alone'}; values keep their size."
+    if cache and alone.before != plan.model_cache_bytes_per_token.before:
+        evidence += f" The swapped heads alone: {_format_cache(alone)}."
+    if answer := cache or _format_cache(alone):  # plans of older versions lack the cache of the whole model
+        shrinks = alone.before is not None and alone.after is not None and alone.after < alone.before
+        severity: Severity = "notable" if shrinks else "problem"
+        yield Finding(
+            question="Cache?", answer=f"{answer}.", evidence=evidence, severity=severity, measures=["swap.plan"]
+        )
     if (measured := plan.measured) is not None:
         holds = _holds(plan)
         verdict = "Yes" if holds else "No" if measured.share > plan.budget else "Here, but not guaranteed"
@@ -292,13 +292,6 @@ def _format_cache(cache: Pair) -> str:
     smaller = 1 - cache.after / cache.before
     size = f"{100 * abs(smaller):.0f} % {'smaller' if smaller >= 0 else 'larger'}" if smaller else "unchanged"
     return f"{cache.before:,.0f} → {cache.after:,.0f} bytes per token, {size}"
-
-
-def _plan_cache(plan: Plan, answer: str, evidence: str) -> Finding:
-    cache = plan.cache_bytes_per_token
-    smaller = cache.before is not None and cache.after is not None and cache.after < cache.before
-    severity: Severity = "notable" if smaller else "problem"
-    return Finding(question="Cache?", answer=answer, evidence=evidence, severity=severity, measures=["swap.plan"])
 
 
 def _format_interval(rise: Rise, before: str = "") -> str:

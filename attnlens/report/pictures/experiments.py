@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-LEAST_Q = LEAST_P  # q-values below this are drawn at the top of the picture
 WHOLE_RANGE = 1e6  # ratio of the largest distance to the smallest one that has a colour of its own
 QUANTITIES = {"correlation": "correlation (cosine) to SVM"}  # Quantity of curves → clearer axis label
 NAME = 34  # maximum number of characters in a cell's name
@@ -95,7 +94,7 @@ def draw_volcano(axes: Axes, comparison: Comparison) -> None:
         rows = [row for row in rows if row.delta is not None and row.q is not None]
         if rows:
             x = as_array(row.delta for row in rows) / [sizes[row.measure] for row in rows]
-            certainty = -np.log10(np.clip(as_array(row.q for row in rows), LEAST_Q, None))
+            certainty = -np.log10(np.clip(as_array(row.q for row in rows), LEAST_P, None))
             axes.scatter(x, certainty, s=6, color=colour, alpha=0.6, linewidth=0, label=f"{source}.*", rasterized=True)
     level = f"significant above q = {comparison.fdr:g}"
     axes.axhline(-np.log10(comparison.fdr), color=style.MUTED, linewidth=0.6, linestyle="--", label=level)
@@ -104,7 +103,8 @@ def draw_volcano(axes: Axes, comparison: Comparison) -> None:
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("second − first, in interquartile ranges over heads")
     axes.set_ylabel("−log₁₀ q (4: q < 1e-4)")
-    axes.set_ylim(-0.02 * -np.log10(LEAST_Q), 1.04 * -np.log10(LEAST_Q))
+    top = -np.log10(LEAST_P)  # smaller q-values are drawn here
+    axes.set_ylim(-0.02 * top, 1.04 * top)
     style.legend_above(axes, 80, handlelength=0.8)
 
 
