@@ -513,7 +513,7 @@ def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float, 
     for _ in range(2):  # the first pass changes which ticks have room, and so the width of their labels
         engine.execute(figure)
     for part in parts:  # the positions of axes are relative to these
-        part.bbox_relative.set_points(np.round(part.bbox_relative.get_points(), 8))
+        part.bbox_relative.set_points(np.round(part.bbox_relative.get_points(), 12))
     for axes in figure.axes:
         axes.set_position(np.round(axes.get_position(original=False).bounds, 5).tolist())
     if bare:
