@@ -66,7 +66,13 @@ def _draw_bar(axes: Axes, row: float, distribution: Distribution, colour: str) -
         ends = [distribution.quantiles[LEVELS.index(level)] for level in (low, high)]
         axes.plot(ends, [row, row], color=colour, linewidth=width, solid_capstyle="butt")
     axes.plot(
-        distribution.median, row, "o", color="white", markeredgecolor=style.INK, markersize=3.4, markeredgewidth=0.8
+        distribution.quantiles[LEVELS.index(50)],
+        row,
+        "o",
+        color="white",
+        markeredgecolor=style.INK,
+        markersize=3.4,
+        markeredgewidth=0.8,
     )
 
 

@@ -37,11 +37,6 @@ class Distribution:
     heads: int  # number of heads with a value
     quantiles: tuple[float, ...]  # values at LEVELS
 
-    @property
-    def median(self) -> float:
-        """Median over heads."""
-        return self.quantiles[LEVELS.index(50)]
-
     def below(self, value: float) -> float:
         """Interpolate the percentage of heads with a smaller value; heads with an equal value count half."""
         value, known = round_value(value), self.quantiles
@@ -114,7 +109,7 @@ def round_value(value: float) -> float:
 @cache
 def models() -> tuple[TrainedModel, ...]:
     """Return the models of the atlas."""
-    return TypeAdapter(tuple[TrainedModel, ...]).validate_python(provenance()["models"])
+    return tuple(map(model_of, provenance()["models"]))
 
 
 @cache

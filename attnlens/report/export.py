@@ -46,14 +46,6 @@ def summary(
     return Document(build_heading(report, whole), [*build_sections(Shapes(report, written), *views)])
 
 
-def page(report: Report) -> Document:
-    """Build the document of a report's HTML page. Raise UsageError like `list_pictures`, except for `doctor`."""
-    shapes = Shapes(report)
-    below, opening = [*build_sections(shapes, "page")], [*build_sections(shapes, "opening")]
-    explored = Shapes(report.with_changes()) if report.kind == "comparison" else shapes
-    return Document(build_heading(report, whole=True), below, opening, explorer(explored))
-
-
 @section(0, ("inspection", "swap", "comparison", "experiments", "studies"), ("page",))
 def glance(shapes: Shapes, _view: View) -> Iterator[Section]:
     """Yield a section with the overview picture."""
@@ -115,10 +107,13 @@ def _plan(report: Report) -> str:
 
 
 def build_page(report: Report) -> str:
-    """Build the HTML page. Raise UsageError if there is nothing to draw, except for `doctor` (no pictures)."""
+    """Build the HTML page. Raise UsageError like `list_pictures`, except for `doctor` (no pictures)."""
     from attnlens.report.render.html import html
 
-    return html(page(report))
+    shapes = Shapes(report)
+    below, opening = [*build_sections(shapes, "page")], [*build_sections(shapes, "opening")]
+    explored = Shapes(report.with_changes()) if report.kind == "comparison" else shapes
+    return html(Document(build_heading(report, whole=True), below, opening, explorer(explored)))
 
 
 def build_card(report: Report) -> str:
@@ -138,7 +133,7 @@ WRITERS: dict[str, Callable[[Report], str]] = {  # Function that returns a repor
     "windows_csv": lambda report: spreadsheet(windows(report)),
     "markdown": lambda report: markdown(summary(report, whole=True)),
     "plan": _plan,
-    "junit": lambda report: junit_cases(clean(f"attnlens doctor {report.model.id}"), doctor_cases(report)),
+    "junit": lambda report: junit_cases(clean(f"attnlens doctor {report.model.id}"), [*doctor_cases(report)]),
     "html": build_page,
 }
 ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
@@ -157,16 +152,16 @@ def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, 
     drawn = pictures(report)
     named = dict(zip(file_names(picture.stem for picture in drawn), drawn, strict=True))
     if not is_file(target):
-        return {target / name: partial(encode_picture, picture, bare=bare) for name, picture in named.items()}
-    stem = f"{target.stem}.png"
+        return {target / f"{name}.png": partial(encode_picture, picture, bare=bare) for name, picture in named.items()}
+    stem = target.stem
     matching = [stem] if stem in named else [name for name in named if name.endswith(f".{stem}")]
     if len(matching) > 1:
-        choices = ", ".join(sorted(name.removesuffix(".png") + target.suffix for name in matching))
-        raise UsageError(f"{target.stem} is the name of several measures.", f"Use one of: {choices}.")
-    picture = named[matching[0]] if matching and target.stem != "overview" else None
-    if picture is None and target.stem in measure_infos():
+        choices = ", ".join(sorted(name + target.suffix for name in matching))
+        raise UsageError(f"{stem} is the name of several measures.", f"Use one of: {choices}.")
+    picture = named[matching[0]] if matching and stem != "overview" else None
+    if picture is None and stem in measure_infos():
         raise UsageError(
-            f"{target.stem} cannot be drawn: the report lacks this measure, or all heads have the same value.",
+            f"{stem} cannot be drawn: the report lacks this measure, or all heads have the same value.",
             "Choose a measure that varies, or give the file another name to draw the overview.",
         )
     return {target: partial(encode_picture, picture or overview(report), target.suffix.lower(), bare=bare)}

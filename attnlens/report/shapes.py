@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -21,6 +21,7 @@ from attnlens.wording import source_of
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+Names = Callable[[int], str]  # Function that names a layer
 SAME = 1e-6  # relative spread up to which values count as equal
 MOST_FILLED = 1024
 """Maps get empty rows (columns) for missing layers (heads) if they then have at most this many rows (columns)."""
@@ -49,12 +50,6 @@ class MeasureMap:
     def constant(self) -> bool:
         """True if more than one head has a value and all values are equal up to rounding."""
         return self.present.size > 1 and bool(np.ptp(self.present) <= SAME * np.abs(self.present).max())
-
-    @property
-    def signed(self) -> bool:
-        """True if a value is below 0, or if the measure has a lower bound below 0."""
-        could = self.info.low is not None and self.info.low < 0
-        return could or bool(np.any(self.present < 0))
 
     @property
     def null(self) -> tuple[float, float] | None:
@@ -141,9 +136,11 @@ class Shapes:
         """Return the displayed name of a head: `3.7`, or `decoder.3.7`."""
         return f"{self.report.model.layer_name(head.layer)}.{head.head}"
 
-    def cell(self, layer: int, head: int) -> tuple[int, int]:
-        """Return the row and column of a head in the maps."""
-        return self._row[layer], self._column[head]
+    @cached_property
+    def cells(self) -> tuple[list[int], list[int]]:
+        """Rows and columns of all heads in the maps."""
+        heads = self.report.heads
+        return [self._row[head.layer] for head in heads], [self._column[head.head] for head in heads]
 
     @cached_property
     def shares(self) -> dict[str, list[str]]:
@@ -172,13 +169,12 @@ class Shapes:
         labels: dict[int, str] = {}
         reasons: Counter[str] = Counter()
         counts: set[int] = set()
-        for head in self.report.heads:
+        for head, row, column in zip(self.report.heads, *self.cells, strict=True):
             measure = head.measures.get(name)
             if measure is None or measure.value is None:
                 reasons[(measure.reason if measure else None) or "not measured"] += 1
                 continue
             null = (measure.null.mean, measure.null.sd) if measure.null else (None, None)
-            row, column = self.cell(head.layer, head.head)
             maps[:, row, column] = np.array([measure.value, measure.se, *null], dtype=float)  # None becomes NaN
             if measure.label is not None:
                 labels[round(measure.value)] = measure.label

@@ -63,8 +63,9 @@ def _version(name: str) -> str | None:
 
 @cache
 def hash_code() -> str:
-    """Return a hash of the paths and contents of all modules of attnlens."""
-    return hash_json([[str(path.relative_to(PACKAGE)), sha256_of(path)] for path in sorted(PACKAGE.rglob("*.py"))])[:16]
+    """Return a hash of the paths and contents of all modules and JSON tables of attnlens."""
+    files = sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.json")])
+    return hash_json([[str(path.relative_to(PACKAGE)), sha256_of(path)] for path in files])[:16]
 
 
 def hash_json(value: object) -> str:

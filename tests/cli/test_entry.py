@@ -112,7 +112,7 @@ def test_list_names_measures_schema_and_model_types():
 def test_doctor_proves_the_demo_and_takes_the_common_options():
     result = invoke("doctor", "demo", "--layers", "3", "--windows", "2", "--length", "16", "--no-progress")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "Yes: 1 of 1 site agree with the model's own attention." in " ".join(result.stdout.split())
+    assert "Yes: 1 of 1 site agrees with the model's own attention." in " ".join(result.stdout.split())
     assert "transformer.h.3.attn" not in result.stdout, "only sites that do not agree"
     words = ("--layers", "1,3", "--heads", "0-2", "--windows", "3", "--length", "16", "--no-pack", "--json", "-", "-q")
     report = json.loads(invoke("doctor", "demo", *words).stdout)

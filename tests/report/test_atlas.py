@@ -1,4 +1,4 @@
-"""Tests the atlas: where it comes from, what its percentiles are, and what is never compared."""
+"""Tests the atlas: its sources, its percentiles, and which models are never compared."""
 
 import hashlib
 import shutil
@@ -22,13 +22,13 @@ ENCODER = Subject("encoder", "absolute", 128, pack=True)
 
 
 def entry(name):
-    """The entry of one model in the file."""
+    """Return the entry of one model in the file."""
     return next(model for model in atlas.provenance()["models"] if model["name"] == name)
 
 
 @pytest.fixture(scope="module")
 def report():
-    """The report of the shipped demo under the atlas' settings, by the analyzers that are quick."""
+    """The report of the shipped demo with the settings of the atlas, by the default analyzers."""
     return attnlens.inspect("demo")
 
 
@@ -59,7 +59,7 @@ def test_demo_in_the_atlas_is_the_shipped_demo_with_the_same_values(report):
 
 
 def test_percentages_of_heads_below_a_value_are_those_of_the_values_themselves(report):
-    """Read from its quantiles instead of from all 32 heads they are off by what lies between two quantiles."""
+    """Percentages computed from quantiles are off by at most the share of heads between two quantiles."""
     off = []
     for name in ("weights.symmetry", "tokens.entropy", "tokens.share_key"):
         values = sorted(head.measures[name].value for head in report.heads)
@@ -133,13 +133,13 @@ def test_models_are_compared_by_positions_and_window_and_never_with_themselves(r
 
 
 def lineages_of(report, part="decoder"):
-    """The lineages that a report is taken to be of, without its files and its name."""
+    """Return the lineages recognised in a report without the model's files and name."""
     nameless = report.model.model_copy(update={"files": [], "id": "copy"})
     return atlas.subject_of(report.model_copy(update={"model": nameless}), part).lineages
 
 
 def rewrite(folder, change):
-    """A copy of the demo with other weights."""
+    """Copy the demo with changed weights to the folder."""
     shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("checkpoints"))
     weights = {
         name: change(weight).contiguous() if weight.ndim > 1 else weight
@@ -150,7 +150,7 @@ def rewrite(folder, change):
 
 
 def coarse(weight):
-    """To 5 bits, row by row."""
+    """Round to 5 bits, row by row."""
     step = weight.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 15
     return (weight / step).round() * step
 
@@ -169,16 +169,9 @@ def test_a_copy_is_recognised_by_the_values_of_its_heads_and_another_model_is_no
 
 
 @pytest.mark.full
-def test_a_copy_is_recognised_by_its_weights_its_texts_or_both(tmp_path):
-    for source in ("weights", "tokens"):
-        assert lineages_of(attnlens.inspect("demo", source=source)) == {"demo"}
-    for name, change, known in (
-        ("same", lambda weight: weight, {"demo"}),
-        ("coarse", coarse, {"demo"}),
-        ("other", lambda weight: torch.randn_like(weight) * weight.std(), set()),
-    ):
-        copy = attnlens.inspect(rewrite(tmp_path / name, change), windows=8)
-        assert atlas.subject_of(copy, "decoder").lineages == known
+@pytest.mark.parametrize("source", ["weights", "tokens"])
+def test_a_copy_is_recognised_by_its_weights_or_its_texts(source):
+    assert lineages_of(attnlens.inspect("demo", source=source)) == {"demo"}
 
 
 @pytest.mark.full

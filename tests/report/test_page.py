@@ -1,12 +1,14 @@
-"""Tests that the page is one file that shows the report and, in headless Chromium, can be explored unhurt."""
+"""Tests that the page is one file with the whole report, treats strings as text, and works in headless Chromium."""
 
+import csv
+import io
 import json
 import re
 
 import chromium
 import pytest
 import views
-from hostile_reports import HOSTILE, STEERING, hostile
+from hostile_reports import HOSTILE, STEERING, hostile, hostile_experiments, hostile_swap
 from reports import CROSS, synthetic_report
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
@@ -14,12 +16,18 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 from views import Tags, absent
 
+from attnlens.records import AttentionRows
+from attnlens.report import export
+from attnlens.report.report import Report
+from attnlens.report.sections.explorer import explorer
+from attnlens.report.shapes import Shapes
+
 MB = 1_000_000
 ATTRIBUTES = "attributes charset class colspan content src alt http-equiv lang name id type hidden tabindex scope role"
 
 
 def strings(value):
-    """Every string in what JSON holds."""
+    """Yield every string in a JSON value."""
     if isinstance(value, str):
         yield value
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -49,6 +57,24 @@ def test_strings_from_strangers_are_text_without_control_characters():
 
 
 @pytest.mark.usefixtures("without_layout")
+@pytest.mark.parametrize("report", [hostile_swap(), hostile_experiments()], ids=["swap", "experiments"])
+def test_strings_from_strangers_steer_nothing_in_any_format(report, tmp_path):
+    page, text, marks, rows = (write(report) for write in (views.page, views.summary, views.markdown, views.csv))
+    for written in (page, text, marks, rows):
+        assert not STEERING.search(written.replace("&#8203;", ""))
+    assert views.runs_its_own_script_alone(page)
+    assert "<" not in marks.replace("< 1e-4", "")
+    assert "[red]b[/red]" in " ".join(text.split())
+    cells = [cell for row in csv.reader(io.StringIO(rows)) for cell in row]
+    assert not [cell for cell in cells if cell.startswith(("=", "+", "@"))]
+    paths = export.drawings(report, tmp_path / "pictures")
+    assert len(paths) > 1
+    assert all(path.parent == tmp_path / "pictures" and re.fullmatch(r"[\w.-]+", path.name) for path in paths)
+    again = Report.model_validate_json(report.to_json())
+    assert (again.to_json(), views.summary(again)) == (report.to_json(), text)
+
+
+@pytest.mark.usefixtures("without_layout")
 def test_the_page_shows_every_number_with_its_error_null_and_reason():
     report = synthetic_report(3, 4)
     page = views.page(report)
@@ -66,6 +92,15 @@ def test_the_page_shows_every_number_with_its_error_null_and_reason():
     assert not absent(Tags(page).text, f"2 heads, because {CROSS}", reason)
 
 
+def test_the_rest_of_attention_is_in_thousandths_like_the_weights():
+    report = synthetic_report(1, 1)
+    place = {name: getattr(report.heads[0], name) for name in ("site", "layer", "head", "kv_head", "part")}
+    rows = AttentionRows(**place, sequence=0, keys=[[0, 1]], weights=[[0.5, 0.25]], rest=[0.25])
+    body = report.inspection.model_copy(update={"attention": [rows]})
+    shown = explorer(Shapes(report.model_copy(update={"inspection": body})))["attention"]["0.0"]
+    assert (shown["weights"], shown["rest"]) == ([[500, 250]], [250])
+
+
 @pytest.fixture(scope="module")
 def browser():
     driver = chromium.started()
@@ -79,7 +114,7 @@ REPORT = synthetic_report(6, 5, missing=[(1, 2)])
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """A page, and a page whose strings were all written by a stranger."""
+    """Return the paths of a page, and of a page whose strings are all untrusted."""
     paths = [tmp_path_factory.mktemp("pages") / name for name in ("page.html", "hostile.html")]
     for path, report in zip(paths, (REPORT, hostile()), strict=True):
         path.write_text(views.page(report))
@@ -88,7 +123,7 @@ def pages(tmp_path_factory):
 
 @pytest.fixture
 def shown(browser, pages):
-    """The page as it opens; after the test it must have logged nothing and asked for nothing."""
+    """Open the page; check after the test that it logged nothing and made no request."""
     chromium.opened(browser, pages[0])
     yield browser
     assert chromium.logged(browser) == []
@@ -112,7 +147,7 @@ def rows(browser):
 
 
 def over_cell(browser, row, column):
-    """The pointer over a cell of the map."""
+    """Return actions that start with the pointer over a cell of the map."""
     place = "const {x, y} = document.getElementById('map').getBoundingClientRect(); scrollTo(0, scrollY + y - 80);"
     browser.execute_script(place)
     at = "const box = map.canvas.getBoundingClientRect(); return [box.x + map.left + (arguments[1] + .5) * map.wide,"
@@ -132,7 +167,7 @@ def test_pointer_menu_and_keys_explore_the_map_and_a_click_opens_a_head(shown):
     cell = shown.find_element(By.ID, "cell")
     shown.execute_script("arguments[0].focus()", cell)
     cell.send_keys(Keys.HOME, Keys.PAGE_UP, Keys.ARROW_DOWN, Keys.ARROW_RIGHT)
-    assert "layer 1 head 1: symmetry" in text(shown, "tip"), "focus tells what hover does"
+    assert "layer 1 head 1: symmetry" in text(shown, "tip"), "focus shows the same text as hovering"
     assert (cell.get_attribute("aria-label") or "").startswith("layer 1 head 1: symmetry")
     cell.send_keys(Keys.END, Keys.ENTER)
     assert text(shown, "who") == "Layer 1 head 4"
@@ -184,9 +219,9 @@ def test_the_fragment_restores_the_view_and_the_switch_turns_the_theme(shown, pa
     assert shown.execute_script("return document.documentElement.dataset.theme") == "dark"
     shown.execute_script("location.hash = 'head=0.1'")
     assert shown.execute_async_script("setTimeout(arguments[0], 50)") is None
-    assert text(shown, "who") == "Layer 0 head 1", "a link to the same page, too"
+    assert text(shown, "who") == "Layer 0 head 1", "a link within the page changes the view, too"
     chromium.opened(shown, pages[0], "measure=nothing&head=99.99&sort=%3Cscript%3E&theme=pink")
-    assert len(rows(shown)) > 10, "what the report does not hold is passed over"
+    assert len(rows(shown)) > 10, "names that the report lacks are ignored"
     chromium.opened(shown, pages[0])
     background = "return getComputedStyle(document.body).backgroundColor"
     before = shown.execute_script(background)

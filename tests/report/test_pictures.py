@@ -7,6 +7,7 @@ import matplotlib.text
 import numpy as np
 import pytest
 import views
+from experiment_reports import experiment_report, golden
 from matplotlib.colors import BoundaryNorm, CenteredNorm, to_hex
 from matplotlib.patches import Rectangle
 from reports import KINDS, planted, synthetic_report
@@ -38,7 +39,7 @@ def overview(report):
 
 
 def scale(values):
-    """Colours, norm and extension of a map of these values."""
+    """Return colours, norm and open ends of a map of these values."""
     return maps.scale(Shapes(planted(values)).readings["weights.planted"])
 
 
@@ -50,7 +51,7 @@ def register(patch, name="weights.planted", **fields):
 
 
 def with_heads(report, change):
-    """The report with each head's fields updated."""
+    """Return the report with each head's fields updated."""
     return report.model_copy(update={"heads": [head.model_copy(update=change(head)) for head in report]})
 
 
@@ -74,7 +75,7 @@ def test_the_map_has_each_heads_value_at_its_layer_and_head():
     assert axes.get_ylim()[0] > axes.get_ylim()[1], "layer 0 is at the top"
     assert array(axes)[1, 1] == heads[-1].measures["weights.symmetry"].value
     far = with_heads(planted(np.eye(2)), lambda head: {"layer": head.layer * 10**9, "head": head.head * 10**9})
-    assert Shapes(far).readings["weights.planted"].values.shape == (2, 2), "absurd numbers make no absurd map"
+    assert Shapes(far).readings["weights.planted"].values.shape == (2, 2), "huge numbers do not make a huge map"
     report = synthetic_report(6, 2, parts=MIXED)
     assert Shapes(report).layers == (0, 1, 2, 4, 3, 5)
     axes = panel(report, "weights.norm").axes[0]
@@ -97,7 +98,7 @@ def test_heads_without_a_value_are_masked_hatched_and_explained():
     assert "No value" not in panel(report, "weights.symmetry").texts[-1].get_text()
     without = report.model_copy(update={"heads": [*report.heads[:5], *report.heads[6:]]})
     values, full = (Shapes(each).readings["weights.symmetry"].values.ravel() for each in (without, report))
-    assert np.isnan(values[5]), "a head that the report leaves out is a hole and moves no other"
+    assert np.isnan(values[5]), "a head that the report lacks is a gap and moves no other"
     np.testing.assert_array_equal(np.delete(values, 5), np.delete(full, 5))
     for name, explained in (("weights.kind", False), ("weights.symmetry", True)):
         head = report.heads[0]
@@ -109,6 +110,9 @@ def test_heads_without_a_value_are_masked_hatched_and_explained():
 
 @without_layout
 def test_colours_are_centred_for_signed_measures_and_bear_outliers_rounding_and_categories(monkeypatch):
+    for low, high in ((-0.8, 0.2), (-0.2, 0.8)):
+        _, norm, _ = scale(np.array([[low, high], [0.0, 0.1]]))
+        assert (norm(0.0), norm.vmin, norm.vmax) == pytest.approx((0.5, -0.8, 0.8)), "as far below 0 as above"
     positive = np.linspace(0.1, 0.8, 12).reshape(3, 4)
     assert isinstance(scale(positive - 0.3)[1], CenteredNorm), "signed by its data"
     assert not isinstance(scale(positive)[1], CenteredNorm)
@@ -159,7 +163,7 @@ def test_the_caption_gives_null_error_count_model_coverage_and_range(monkeypatch
 
 
 def with_curves(*curves, parts=None, name="c"):
-    """One head per layer, each with one curve."""
+    """Build the shapes of a report with one head per layer, each with one curve."""
     rest = iter(curves)
     return Shapes(with_heads(synthetic_report(len(curves), 1, parts=parts), lambda _: {"curves": {name: next(rest)}}))
 
@@ -268,6 +272,9 @@ def test_a_null_that_never_varies_is_met_or_not_without_a_division_by_zero():
         ([3.0, 0.0, 4.0], [0.0, 1.0, 1.0], False),  # 3/0 is the farthest
         ([1.0, 2.0, 0.1], [0.0, 0.0, 1.0], False),  # the median sd is 0
         ([3.0, 0.5, 0.1], [0.0, 1.0, 1.0], True),
+        ([-0.5, -0.5], [1.0, 1.0], True),  # below the null as above it
+        ([-3.0, -3.0], [1.0, 1.0], False),
+        ([3.0, 3.0], [1.0, 1.0], False),
     ):
         report = planted(np.array([values]))
         for head, sd in zip(report.heads, sds, strict=True):
@@ -389,6 +396,8 @@ def test_a_file_named_after_a_measure_shows_only_that_measure(tmp_path):
     assert draw.args[0].stem == "weights.symmetry", "the source of a measure can be omitted"
     ((_, draw),) = export.drawings(report, tmp_path / "symmetric.pdf").items()
     assert draw.args[0].stem == "overview"
+    ((_, draw),) = export.drawings(report, tmp_path / "symmetry.PDF").items()
+    assert draw()[0].startswith(b"%PDF"), "the case of a suffix does not matter"
     report.save(path, bare=True)
     assert path.read_bytes().startswith(b"%PDF")
     assert "(weights.symmetry)" in (tmp_path / "weights.symmetry.pdf.txt").read_text()
@@ -456,6 +465,7 @@ def test_what_cannot_be_drawn_or_written_is_refused(tmp_path):
         (report, "x.jpg", OutputError, r"\.jpg is not supported"),
         (report.model_copy(update={"heads": []}), "x.png", UsageError, "no measures to draw"),
         (report, "file/folder", OutputError, "can't be created"),
+        (experiment_report(golden(published=None, tolerance=None, bounds={})), "x.png", UsageError, "no curves"),
     ):
         with pytest.raises(kind, match=message):
             views.save_pictures(drawn, tmp_path / name)

@@ -1,9 +1,8 @@
-"""Tests that tables show the report's numbers on any page, with other people's strings as nothing but text."""
+"""Tests that tables show the report's numbers at any width, and treat untrusted strings as text."""
 
 import csv
 import io
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,29 +17,31 @@ import attnlens
 from attnlens.analyzers.registry import Analyzer, MeasureInfo
 from attnlens.kernels import FILTERS, TIES, kernels
 from attnlens.kernels.registry import KernelInfo
-from attnlens.records import Settings
+from attnlens.records import Settings, SiteCheck
+from attnlens.records.provenance import Conventions
 from attnlens.report import export
+from attnlens.report.findings import find
 from attnlens.report.findings.heads import HeadTests
 from attnlens.report.render import terminal
 from attnlens.report.render.markdown import escape_text
 from attnlens.report.sections import reference as lists
 from attnlens.report.sections import section as sections
 from attnlens.report.sections.checked import site_checks
-from attnlens.report.shapes import Shapes
+from attnlens.report.shapes import Shapes, drop_rotary
 from attnlens.wording import format_error
 
 HOSTILE = f"{STRANGE}\n# e"
 
 
 def medians(report, name):
-    """The naive median over the heads of each layer."""
+    """Compute the median over the heads of each layer naively."""
     layers = sorted({head.layer for head in report.heads})
     values = [[h.measures[name].value for h in report.heads if h.layer == layer] for layer in layers]
     return [float(np.median([value for value in row if value is not None])) for row in values]
 
 
 def rows_of(text):
-    """Rows of the layers' table by their first cell."""
+    """Map the first cell of each row of the table of layers to the other cells."""
     rows = {}
     for line in text.split("Rows are medians")[0].splitlines():
         if re.match(r" *(\d+(–\d+)?|all|null)  .*\.", line):  # values have decimals, the map's heads have none
@@ -88,6 +89,17 @@ def test_the_name_of_a_group_is_never_cut(width):
     words = re.findall(r"[a-z]+,?(?= |$)", text, re.MULTILINE)
     assert {"selection", "weights", "selection,", "projected", "tokens"} == {*words} - {"layer"}
     assert re.findall(r"\bm\d", text) == [f"m{place}" for place in range(5)]
+
+
+def test_a_column_that_fits_the_page_exactly_is_shown_beside_the_others():
+    columns = [sections.Column(f"m{number}", ["1234567890"]) for number in range(3)]
+    table = sections.Table([sections.Column("head", ["0"])], columns)
+    exact = len("head") + 3 * (2 + 10)
+    lines = [
+        views.printed(views.alone(sections.Section(table=table)), width).count("1234567890\n")
+        for width in (exact, exact - 1)
+    ]
+    assert lines == [1, 2]
 
 
 def test_the_null_stands_under_the_medians_and_the_error_beside_them(report):
@@ -214,17 +226,26 @@ def test_csv_is_the_dataframe_and_has_no_formula():
 
 
 def test_doctor_gives_its_verdict_in_words():
-    names = ("site", "part", "heads", "route", "tokens_error", "weights_error", "reason", "verdict")
+    names = ("site", "part", "heads", "route", "tokens_error", "weights_error", "reason", "verdict", "passed")
     rows = [
-        ("h.0.attn", "decoder", 8, "attention interface", 3.2e-7, 4.1e-7, None, "agrees"),
-        ("h.1.attn", "decoder", 8, "attention interface", 2e-3, None, "softcap is dropped", "differs"),
-        ("h.2.attn", "cross", 8, "none", None, None, "written by hand", "not checked"),
-        ("h.3.attn", "decoder", 8, "none", 3.2e-7, None, "no affine function", "partly checked"),
+        ("h.0.attn", "decoder", 8, "attention interface", 3.2e-7, 4.1e-7, None, "agrees", True),
+        ("h.1.attn", "decoder", 8, "attention interface", 2e-3, None, "softcap is dropped", "differs", False),
+        ("h.2.attn", "cross", 8, "none", None, None, "written by hand", "not checked", False),
+        ("h.3.attn", "decoder", 8, "none", 3.2e-7, None, "no affine function", "partly checked", False),
     ]
-    checks = [SimpleNamespace(**dict(zip(names, row, strict=True))) for row in rows]
-    report = SimpleNamespace(doctor=checks, settings=Settings(notes=["Computed in float32."]))
+    checks = [SiteCheck(**dict(zip(names, row, strict=True))) for row in rows]
+    settings = Settings(notes=["Computed in float32."])
+    report = synthetic_report(1, 1).model_copy(update={"kind": "doctor", "doctor": checks, "settings": settings})
+    for some, answer, severity, error in (
+        (checks[:1], "Yes: 1 of 1 site agrees with", "none", "4.1e-07"),
+        (checks[:3], "No: 1 of 3 sites differs from the model (h.1.attn)", "problem", "2.0e-03"),
+        (checks[::2], "Not verified: 1 of 2 sites", "problem", "4.1e-07"),
+    ):
+        (finding,) = find(Shapes(report.model_copy(update={"doctor": some})))
+        assert (finding.answer.startswith(answer), finding.severity) == (True, severity), finding
+        assert error in finding.evidence
     for width in (80, 120):
-        text = views.printed(views.alone(*site_checks(SimpleNamespace(report=report), "terminal")), width)
+        text = views.printed(views.alone(*site_checks(Shapes(report), "terminal")), width)
         assert max(map(len, text.splitlines())) <= width
         facts = ("3.2e-07", "4.1e-07", "agrees", "2.0e-03", "DIFFERS", "not checked", "partly")
         assert not absent(text, "Computed in float32.", *facts)
@@ -291,3 +312,17 @@ def test_the_table_of_heads_marks_those_beyond_chance():
     table = text.split("Every head")[1]
     assert table.count("↑") >= len(above)
     assert "significantly above or below chance" in " ".join(table.split())
+
+
+@pytest.mark.parametrize(("position", "mentioned"), [("absolute", False), ("rotary", True), ("unknown", True)])
+def test_texts_on_measures_mention_rope_only_for_models_that_may_have_it(position, mentioned):
+    report = synthetic_report(3, 4)
+    conventions = Conventions(position=position, qk_norm=False, bias="none")
+    shapes = Shapes(report.model_copy(update={"model": report.model.model_copy(update={"conventions": conventions})}))
+    info = shapes.readings["weights.symmetry"].info
+    assert ("RoPE" in info.meaning, "RoPE" in info.formula) == (mentioned, mentioned)
+    assert info.meaning.startswith("symmetry of M: 1 symmetric; 0 equal symmetric and antisymmetric parts; −1 anti")
+    assert info.formula.startswith("(‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K)")
+    symbols = "S and A are its parts. Under RoPE M depends on Δ, and the rest on both. Cross-attention has only a norm."
+    kept = symbols if mentioned else "S and A are its parts. Cross-attention has only a norm."
+    assert drop_rotary(shapes.report, symbols) == kept

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 from collections.abc import Callable
+from csv import DictReader
 from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
@@ -59,6 +60,16 @@ def summary(report: Report, width: int = 100, *, verbose: bool = False) -> str:
 
 def all_heads(report: Report, width: int = 100) -> str:
     return printed(alone(*head_table(Shapes(report), "table")), width)
+
+
+def flowing(report: Report) -> str:
+    """Return the summary without line breaks, because a sentence can take several lines."""
+    return " ".join(summary(report, 600).split())
+
+
+def rows(report: Report) -> list[dict[str, str]]:
+    """Return the rows of the report as CSV."""
+    return list(DictReader(io.StringIO(csv(report))))
 
 
 details = partial(summary, verbose=True)

@@ -5,18 +5,17 @@ A change is `named` if it is significant at the report's false-discovery rate an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from shlex import quote
-from typing import Literal
 
 from attnlens.analyzers.registry import FORMS, OWN_ROWS, ROWS
-from attnlens.records import Comparison, DiagnosedCause, Finding, MeasureChange
+from attnlens.records import Comparison, DiagnosedCause, Finding, MeasureChange, Severity
 from attnlens.records.comparison import DISTANCE, ON_FORMS, UNEXPLAINED
 from attnlens.report.findings.heads import model_argument, with_error
 from attnlens.report.findings.swaps import is_change
 from attnlens.report.sections.swaps import interval, loss_decimals
-from attnlens.report.shapes import Shapes
+from attnlens.report.shapes import Names, Shapes
 from attnlens.wording import (
     capitalise,
     clean,
@@ -29,9 +28,7 @@ from attnlens.wording import (
     shorten_line,
 )
 
-Place = tuple[int, int]
-"""Sequential number of a layer, and number of a head in this layer."""
-Names = Callable[[int], str]  # Function that names a layer
+Place = tuple[int, int]  # Sequential number of a layer, and number of a head in this layer
 LARGE_KL, LEAST_AGREEMENT = 0.01, 0.99
 """Mean KL in nats from which, and share of equal top predictions below which, the effect of a change is notable."""
 MOST_HEADS = 4  # Maximum number of changed heads whose names are printed
@@ -153,8 +150,7 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
         )
     if fields := comparison.config:
         shown = [f"{clean(each.field)} {_value(each.first)} → {_value(each.second)}" for each in fields]
-        answer = f"No: {join_items(shown, 4)}."
-        yield Finding(question="Same config?", answer=answer, severity="notable", measures=["comparison.config"])
+        yield Finding(question="Same config?", answer=f"No: {join_items(shown, 4)}.", measures=["comparison.config"])
 
 
 def _storage(which: str, kind: str) -> str:
@@ -184,24 +180,19 @@ def _diagnosis(comparison: Comparison, name: Names) -> Iterator[Finding]:
         if more > 0 and number == MOST_CAUSES - 1:
             verb = "is" if more == 1 else "are"
             evidence.append(f"{format_count(more, 'more cause')} {verb} in the JSON report (--json FILE).")
+        severity: Severity = "none" if cause.harmless else "problem" if cause.repair else "notable"
+        if "rounded to " in cause.hypothesis:  # to a coarser number type, in either model
+            severity = "notable"
         yield Finding(
             question="Cause?",
-            answer=clean(describe_cause(cause, name)),
+            answer=clean(_describe_cause(cause, name)),
             evidence=clean(" ".join(evidence)),
-            severity=_severity(cause),
+            severity=severity,
             measures=["comparison.diagnosis"],
         )
 
 
-def _severity(cause: DiagnosedCause) -> Literal["none", "notable", "problem"]:
-    """Return the severity of a cause; rounding to a coarser number type, in either model, is `notable`."""
-    if "rounded to " in cause.hypothesis:
-        return "notable"
-    return "none" if cause.harmless else "problem" if cause.repair else "notable"
-
-
-def describe_cause(cause: DiagnosedCause, name: Names) -> str:
-    """Return a cause with its layers and heads as a sentence; `name` returns the name of a layer."""
+def _describe_cause(cause: DiagnosedCause, name: Names) -> str:
     names = [name(layer) for layer in cause.layers]
     numbered = names == [str(layer) for layer in cause.layers]
     where = "outside the layers" if cause.tensors else ""

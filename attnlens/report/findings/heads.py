@@ -47,8 +47,7 @@ FEW_DECIDED = 0.1  # Share of queries with one dominant key below which the SVM 
 HALF = 0.5  # Threshold for tokens.*: half of the entropy's range, of the variance, or of the weight
 SLIGHT = 0.25  # Size of a symmetry, or excess of a cosine over chance, below which it counts as slight
 SLIGHTLY_LOWER = 0.1  # Relative distance of a rank below chance, up to which the difference is called slight
-THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)
-"""Measures that are tested against HALF."""
+THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)  # Measures that are tested against HALF
 ROUNDING = 1e-9  # Relative size up to which an error is only rounding of a constant value
 MOST_HEADS = 3  # Number of heads up to which all are named
 MOST_LAYERS = 2  # Number of layers up to which all are named; beyond it, only the one with the largest share
@@ -65,37 +64,31 @@ class HeadTests:
         """Significance by measure and head: 1 if above the reference, −1 if below, 0 if not significant or missing."""
         from scipy.special import stdtr  # not scipy.stats, whose import takes a third of a second
 
-        differences, p_values = [], []
         names = [name for name in (*CHANCE, *THRESHOLD) if name in self.shapes.readings]
         if not names:
             return {}
-        for name in names:
-            value, error, freedom = self._compare(name)
-            differences.append(value)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                p_values.append(2 * stdtr(freedom, -np.abs(value / error)))
-        p = np.array(p_values)
+        differences, errors, freedom = (np.stack(part) for part in zip(*map(self._compare, names), strict=True))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            p = 2 * stdtr(freedom, -np.abs(differences / errors))
         tested = np.isfinite(p)
         q = np.ones_like(p)
         q[tested] = _adjust(p[tested])
-        significant = np.where(tested & (q <= LEVEL), np.sign(np.array(differences)), 0)
+        significant = np.where(tested & (q <= LEVEL), np.sign(differences), 0)
         return {name: row.astype(int) for name, row in zip(names, significant, strict=True)}
 
     def _compare(self, name: str) -> tuple[Float[np.ndarray, " heads"], Float[np.ndarray, " heads"], np.ndarray]:
         """Return each head's difference from the null or threshold, its standard error, and its degrees of freedom."""
-        measures = [head.measures.get(name) for head in self.shapes.report.heads]
-        value = np.array([np.nan if each is None or each.value is None else each.value for each in measures])
+        report, reading, cells = self.shapes.report, self.shapes.readings[name], self.shapes.cells
+        value = reading.values[cells]
         if name in CHANCE:
-            draws = NULL_DRAWS[self.shapes.info(name).null]
-            nulls = [None if each is None else each.null for each in measures]
-            mean = np.array([np.nan if null is None else null.mean for null in nulls])
-            sd = np.array([np.nan if null is None else null.sd for null in nulls])
+            draws, sd = NULL_DRAWS[reading.info.null], reading.null_sds[cells]
             # the null's mean is itself a mean over draws
-            return value - mean, np.where(sd > 0, sd, np.nan) * (1 + 1 / draws) ** 0.5, np.full(len(value), draws - 1)
-        error = np.array([np.nan if each is None or not each.se else each.se for each in measures])
-        settings = self.shapes.report.settings
-        counts = [0 if each is None else each.n or 0 for each in measures]
-        return value - HALF, error, np.array([max(1, settings.freedom(count)) for count in counts])
+            error = np.where(sd > 0, sd, np.nan) * (1 + 1 / draws) ** 0.5
+            return value - reading.null_means[cells], error, np.full(len(value), draws - 1)
+        error = reading.errors[cells]
+        counts = [head.measures[name].n or 0 if name in head.measures else 0 for head in report.heads]
+        freedom = np.array([max(1, report.settings.freedom(count)) for count in counts])
+        return value - HALF, np.where(error > 0, error, np.nan), freedom
 
     def heads(self, name: str, sign: int) -> list[Head]:
         """Return the heads whose value is significantly above (`sign` 1) or below (−1) the measure's reference."""
@@ -127,7 +120,6 @@ def findings(shapes: Shapes) -> Iterator[Finding]:
 
 
 def _adapted(tests: HeadTests) -> Finding | None:
-    """Count the heads whose form M the adapter changed."""
     if (reading := tests.shapes.readings.get(ADAPTED)) is None:
         return None
     count = int((reading.present > 0).sum())
@@ -216,7 +208,6 @@ def _by_content(tests: HeadTests) -> Finding | None:
 
 
 def _low_rank(tests: HeadTests) -> Finding | None:
-    """Compare each head's effective rank with chance."""
     name = "weights.effective_rank"
     if (reading := tests.shapes.readings.get(name)) is None or reading.null is None:
         return None

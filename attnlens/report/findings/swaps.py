@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from shlex import quote
-from typing import Literal
 
 from attnlens.choices import LENGTH, WINDOWS
-from attnlens.records import Change, Control, Coverage, Finding, Pair, Plan, Report, Rise, Swap
+from attnlens.records import Change, Control, Coverage, Finding, Pair, Plan, Report, Rise, Severity, Swap
 from attnlens.records.plans import MARGIN
 from attnlens.report.findings.heads import model_argument
-from attnlens.report.sections.plans import share
+from attnlens.report.sections.plans import BUDGETED, share
 from attnlens.report.sections.swaps import UNITS, format_figures, format_rise, interval, loss_decimals
-from attnlens.report.shapes import Shapes, Written
+from attnlens.report.shapes import Names, Shapes, Written
 from attnlens.wording import clean, format_count, format_number, join_items, short
 
-Names = Callable[[int], str]  # Function that names a layer
 MOST_UNITS = 4  # Maximum number of heads or layers whose names are printed
 EXHAUSTED = 0.1  # Share of a key's numbers: a plan that keeps at most this share can hardly become smaller
 NEGLIGIBLE = 0.01  # Share of the original loss; an interval around 0 that ends below this share counts as no rise
@@ -29,17 +27,17 @@ NEGLIGIBLE = 0.01  # Share of the original loss; an interval around 0 that ends 
 
 def swap_findings(shapes: Shapes) -> Iterator[Finding]:
     """Yield findings on the plan of ranks, if any, and on the cost of one kernel or the cheapest of several."""
-    report = shapes.report
-    if report.plan is not None:
-        yield from _plan_findings(report.plan)
+    report, plan = shapes.report, shapes.report.plan
+    if plan is not None:
+        yield from _plan_findings(plan)
     method = report.settings.interval_method
     if len(report.swaps) > 1:
         yield _cheapest(report.swaps, method)
         return
     (swap,) = report.swaps
     answers = (
-        None if _is_measured(report.plan) and not swap.destroyed else _cost(swap, method),
-        None if report.plan is not None else _cache(swap, report.settings.length, report.coverage),
+        None if plan is not None and plan.measured is not None and not swap.destroyed else _cost(swap, method),
+        None if plan is not None else _cache(swap, report.settings.length, report.coverage),
         _recovery(swap, method),
         _where(swap, report.model.layer_name),
         _alternative(swap, report.settings.windows),
@@ -159,17 +157,16 @@ def _where(swap: Swap, name: Names) -> Finding | None:
     costly = [effect for effect in swap.sweep if effect.significant and (effect.delta or 0.0) > 0]
     unit = "layer" if all(effect.head is None for effect in swap.sweep) else "head"
     total = format_count(len(swap.sweep), unit)
-    names = [
-        name(effect.layer) if effect.head is None else f"head {name(effect.layer)}.{effect.head}"
-        for effect in costly[:MOST_UNITS]
-    ]
-    costs = [f"{unit_name} ({short(effect.delta or 0.0)})" for unit_name, effect in zip(names, costly, strict=False)]
     if not costly:
         answer = f"Nowhere: the loss rises significantly for none of {total}, each swapped alone."
         return Finding(question="Where?", answer=answer, severity="none", measures=["swap.sweep"])
-    prefix = "layer " if unit == "layer" else ""
+    costs = [
+        f"{name(effect.layer) if effect.head is None else f'head {name(effect.layer)}.{effect.head}'} "
+        f"({short(effect.delta or 0.0)})"
+        for effect in costly[:MOST_UNITS]
+    ]
     answer = f"The loss rises significantly for {len(costly)} of {total}, each swapped alone."
-    evidence = f"Largest rises: {prefix}{', '.join(costs)}; false-discovery rate 5 %."
+    evidence = f"Largest rises: {'layer ' * (unit == 'layer')}{', '.join(costs)}; false-discovery rate 5 %."
     return Finding(question="Where?", answer=answer, evidence=evidence, measures=["swap.sweep"])
 
 
@@ -241,29 +238,21 @@ def _continuations(swap: Swap) -> Finding | None:
     )
 
 
-def _is_measured(plan: Plan | None) -> bool:
-    """Return True if the plan has a measured rise, which the finding `Within budget?` reports."""
-    return plan is not None and plan.measured is not None
-
-
 def _holds(plan: Plan) -> bool:
     """Return True if the plan is `within_budget`.
 
     Without a promised rise, the upper end of the measured interval, if any, must be within the budget too.
     """
-    measured = plan.measured
-    if measured is None:
+    if (measured := plan.measured) is None:
         return False
-    # without a promise, only the measured interval can guarantee the budget
     is_sure = plan.promised is not None or measured.ci95 is None or measured.ci95[1] <= plan.budget
     return plan.within_budget and is_sure
 
 
 def _plan_findings(plan: Plan) -> Iterator[Finding]:
     """Yield findings on the ranks, the size of the cache, and whether the measured rise is within the budget."""
-    what = {"loss": "loss", "ppl": "perplexity"}[plan.unit]
     answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head."
-    evidence = f"Allowed: a {what} at most {100 * plan.budget:g} % higher."
+    evidence = f"Allowed: a {BUDGETED[plan.unit]} at most {100 * plan.budget:g} % higher."
     smaller = [step for step in plan.steps if step.mean_rank < plan.mean_rank]
     if smaller and plan.estimated is not None:
         rejected = max(smaller, key=lambda step: step.mean_rank)
@@ -273,14 +262,16 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
         rise = f"{share(promised.share)}{_format_interval(promised, ', ')}"
         evidence += f" Predicted from held-out calibration windows: {rise}."
     yield Finding(question="How small?", answer=answer, evidence=evidence, measures=["swap.plan"])
-    if cache := _format_cache(plan.model_cache_bytes_per_token):
-        alone = plan.cache_bytes_per_token
-        evidence = "Keys and values of the whole model; values keep their size."
-        if alone.before != plan.model_cache_bytes_per_token.before:
-            evidence += f" The swapped heads alone: {_format_cache(alone)}."
-        yield _plan_cache(plan, f"{cache}.", evidence)
-    elif cache := _format_cache(plan.cache_bytes_per_token):  # of an older version
-        yield _plan_cache(plan, f"{cache}.", "Keys and values of the swapped heads alone; values keep their size.")
+    alone, cache = plan.cache_bytes_per_token, _format_cache(plan.model_cache_bytes_per_token)
+    evidence = f"Keys and values of the {'whole model' if cache else 'swapped heads alone'}; values keep their size."
+    if cache and alone.before != plan.model_cache_bytes_per_token.before:
+        evidence += f" The swapped heads alone: {_format_cache(alone)}."
+    if answer := cache or _format_cache(alone):  # plans of older versions lack the cache of the whole model
+        shrinks = alone.before is not None and alone.after is not None and alone.after < alone.before
+        severity: Severity = "notable" if shrinks else "problem"
+        yield Finding(
+            question="Cache?", answer=f"{answer}.", evidence=evidence, severity=severity, measures=["swap.plan"]
+        )
     if (measured := plan.measured) is not None:
         holds = _holds(plan)
         verdict = "Yes" if holds else "No" if measured.share > plan.budget else "Here, but not guaranteed"
@@ -303,15 +294,7 @@ def _format_cache(cache: Pair) -> str:
     return f"{cache.before:,.0f} → {cache.after:,.0f} bytes per token, {size}"
 
 
-def _plan_cache(plan: Plan, answer: str, evidence: str) -> Finding:
-    cache = plan.cache_bytes_per_token
-    smaller = cache.before is not None and cache.after is not None and cache.after < cache.before
-    severity: Literal["notable", "problem"] = "notable" if smaller else "problem"
-    return Finding(question="Cache?", answer=answer, evidence=evidence, severity=severity, measures=["swap.plan"])
-
-
 def _format_interval(rise: Rise, before: str = "") -> str:
-    """Format the 95 % interval of a rise in loss or perplexity, following the text `before`; empty if none."""
     return "" if rise.ci95 is None else f"{before}95 % interval {share(rise.ci95[0])} to {share(rise.ci95[1])}"
 
 
@@ -401,6 +384,5 @@ def _windows(report: Report, written: Written, times: int = 1) -> str:
 
 
 def _scope(report: Report) -> str:
-    """Return the options that restrict a command to the layers and heads of this report."""
     parts = {"layers": report.settings.layers, "heads": report.settings.heads}
     return "".join(f" --{name} {','.join(map(str, part))}" for name, part in parts.items() if part is not None)

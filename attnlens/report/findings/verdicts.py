@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from attnlens.records import BackendCheck, Curve, Experiment, Finding, MaskCheck, Report, StudyTable
 from attnlens.report.findings.heads import model_argument
-from attnlens.report.sections.checked import Names, describe_fault, is_close, untested_masks
+from attnlens.report.sections.checked import describe_fault, is_close, untested_masks
 from attnlens.report.sections.facts import count_origins, state_untested
-from attnlens.report.shapes import Shapes
+from attnlens.report.shapes import Names, Shapes
 from attnlens.requests.experiments import USES
 from attnlens.wording import NO_VALUE, clean, format_count, join_items, short
 
@@ -36,11 +36,13 @@ def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
     total = format_count(len(sites), "site")
     if differing:
         names = join_items([check.site for check in differing], 3)
-        answer, severity = f"No: {len(differing)} of {total} differ from the model ({names}).", "problem"
+        verb = "differs" if len(differing) == 1 else "differ"
+        answer, severity = f"No: {len(differing)} of {total} {verb} from the model ({names}).", "problem"
     elif unchecked:
         answer, severity = f"Not verified: {len(unchecked)} of {total} could not be checked completely.", "problem"
     else:
-        answer, severity = f"Yes: {len(sites)} of {total} agree with the model's own attention.", "none"
+        verb = "agrees" if len(sites) == 1 else "agree"
+        answer, severity = f"Yes: {len(sites)} of {total} {verb} with the model's own attention.", "none"
         rounded = [check for check in sites if check.rounding is not None]
         if rounded:
             worst = max(rounded, key=lambda check: check.rounding or 0.0)
@@ -58,12 +60,12 @@ def _backend_findings(report: Report) -> Iterator[Finding]:
         return
     wrong = [each for each in ran if not is_close(each)]
     if wrong:
-        parts = [f"{each.backend} {describe_error(each, name)}" for each in wrong]
+        parts = [f"{each.backend} {_describe_error(each, name)}" for each in wrong]
         answer, severity = f"No: {join_items(parts, 3, '; ')}.", "problem"
     else:
         names = join_items([each.backend for each in ran])
         answer, severity = f"Yes: {names} {'agrees' if len(ran) == 1 else 'agree'} with float64.", "none"
-        rounded = [f"{each.backend} {describe_error(each, name)}" for each in ran if each.verdict == "rounds"]
+        rounded = [f"{each.backend} {_describe_error(each, name)}" for each in ran if each.verdict == "rounds"]
         if rounded:
             answer, severity = f"Up to rounding: {join_items(rounded, 3, '; ')}.", "notable"
     errors = [each.output_error for each in ran if each.output_error is not None]
@@ -102,7 +104,7 @@ def _describe_faults(check: BackendCheck, name: Names) -> Iterator[str]:
     others = [mask.mask for mask in wrong[len(shown) :]]
     for mask in shown:
         explained = f", which can also explain the faults under {join_items(others, 8)}" if others else ""
-        yield f"{check.backend}, {mask.mask}: {describe_mask(mask, name)}{explained}"
+        yield f"{check.backend}, {mask.mask}: {_describe_mask(mask, name)}{explained}"
 
 
 def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
@@ -113,11 +115,8 @@ def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
     return sorted(wrong, key=lambda mask: (mask.mask not in PLAIN, is_past and mask.mask != "window"))
 
 
-def describe_error(check: BackendCheck, name: Names = str) -> str:
-    """Describe how far a backend's outputs are from float64, with the reason or the first site that differs.
-
-    `name` returns the name of a layer.
-    """
+def _describe_error(check: BackendCheck, name: Names) -> str:
+    """Describe how far a backend's outputs are from float64, with the reason or the first site that differs."""
     tolerance = check.tolerance or 0
     first = next((site for site in check.sites if site.error is None or site.error > tolerance), None)
     where = "" if first is None else f", first in layer {name(first.layer)} ({clean(first.site)})"
@@ -127,11 +126,8 @@ def describe_error(check: BackendCheck, name: Names = str) -> str:
     return f"differs from float64 by {check.output_error:.0e}{cause}"
 
 
-def describe_mask(mask: MaskCheck, name: Names = str) -> str:
-    """Describe the first fault of a mask, with the number of all faults; without faults, the reason or the error.
-
-    `name` returns the name of a layer.
-    """
+def _describe_mask(mask: MaskCheck, name: Names) -> str:
+    """Describe the first fault of a mask, with the number of all faults; without faults, the reason or the error."""
     if not mask.faults:
         error = "not finite" if mask.error is None else f"off by {mask.error:.0e}"
         return mask.reason or f"the outputs are {error}"
@@ -182,13 +178,13 @@ def _reference_finding(experiment: Experiment) -> Finding:
     measured = join_items(values, MOST_VALUES, "; ")
     if not experiment.published:
         answer = f"{measured}; no published values to compare with."
-        return Finding(question=f"{name}:", answer=answer, evidence=question, measures=[])
+        return Finding(question=f"{name}:", answer=answer, evidence=question)
     missed = [value for value in experiment.published if experiment.meets(value) is False]
     agreeing, untested = experiment.agreeing, state_untested(len(experiment.untested))
     tested, severity = len(missed) + agreeing.total(), "none"
     if missed:
         names = [
-            f"{experiment.labels.get(name, name)} ({experiment.origins.get(name, 'published')})" for name in missed
+            f"{experiment.labels.get(each, each)} ({experiment.origins.get(each, 'published')})" for each in missed
         ]
         verb, severity = "differs" if len(missed) == 1 else "differ", "problem"
         answer = f"No: {len(missed)} of {format_count(tested, 'value')} {verb}: {join_items(names, 3)}{untested}."
@@ -199,23 +195,28 @@ def _reference_finding(experiment: Experiment) -> Finding:
     else:
         answer = f"Not tested{untested}."
     evidence = f"The experiment asks: {question} Measured: {measured}."
-    return Finding(question=f"{name} reproduced?", answer=answer, severity=severity, evidence=evidence, measures=[])
+    return Finding(question=f"{name} reproduced?", answer=answer, severity=severity, evidence=evidence)
 
 
 def _hardening_finding(experiment: Experiment) -> Finding:
     """State the weight that a head, and its SVM, give the selected token: e^−KL, with the KL of hard selection."""
+<<<<<<< HEAD
     head, svm = (experiment.final.get(name) for name in (SOFT, SOFT_SVM))
     answer = "Unknown."
     if head is not None:
         scope = "median over the SVM's queries; 100 %: hard selection"
         answer = f"The selected token gets {_weight(head)} of the weight ({scope})."
     evidence = "" if svm is None else f"With its SVM's scores, scaled to the head's norm: {_weight(svm)}."
+=======
+    kls = [experiment.final.get(name) for name in (SOFT, SOFT_SVM)]
+    head, svm = (None if kl is None else f"{100 * math.exp(-kl):.3g} %" for kl in kls)
+    answer = f"The selected token gets {head} of the weight (median over queries; 100 %: hard selection)."
+    evidence = f"With its SVM's scores, scaled to the head's norm: {svm}." if svm else ""
+>>>>>>> simplify-report
     name = clean(experiment.name).partition(",")[0].capitalize()
-    return Finding(question=f"{name}: how hard does it select?", answer=answer, evidence=evidence, measures=[])
-
-
-def _weight(kl: float) -> str:
-    return f"{100 * math.exp(-kl):.3g} %"
+    return Finding(
+        question=f"{name}: how hard does it select?", answer=answer if head else "Unknown.", evidence=evidence
+    )
 
 
 def _ends(experiment: Experiment) -> dict[str, float | None]:

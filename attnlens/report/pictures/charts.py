@@ -25,21 +25,10 @@ from matplotlib.ticker import FuncFormatter
 
 from attnlens.analyzers.registry import find_measure, list_analyzers
 from attnlens.choices import PARTS, Part
-from attnlens.report.pictures.style import (
-    BARE_POINTS,
-    CATEGORIES,
-    DEPTH,
-    INK,
-    MUTED,
-    IndexTicks,
-    Style,
-    legend_above,
-    new_figure,
-    shorten_label,
-)
+from attnlens.report.pictures import style
 from attnlens.report.sections.facts import population
 from attnlens.report.sections.reference import null_words
-from attnlens.report.shapes import drop_rotary
+from attnlens.report.shapes import Names, drop_rotary
 from attnlens.wording import big, capitalise, clean, source_of
 
 if TYPE_CHECKING:
@@ -61,7 +50,6 @@ CROWD = 400  # number of lines above which a vector file contains the lines as p
 Colours = tuple[Colormap, Normalize, str]
 """Colour map, norm, and the ends of the colour bar beyond which values occur: `min`, `max`, `both` or `neither`."""
 Place = tuple[int, int, Part]  # layer, head and part of a cell
-Names = Callable[[int], str]  # Function that names a layer
 
 
 @dataclass(frozen=True)
@@ -118,15 +106,21 @@ def hatch(axes: Axes, cells: Bool[np.ndarray, "layers heads"], pattern: str) -> 
 
 def hatch_box(axes: Axes, corner: tuple[float, float], width: float, height: float, pattern: str = "/////") -> None:
     """Hatch a rectangle, to mark a missing value."""
-    look: Style = {"facecolor": MISSING, "edgecolor": MUTED, "hatch": pattern, "linewidth": 0, "zorder": 0.9}
+    look: style.Style = {
+        "facecolor": MISSING,
+        "edgecolor": style.MUTED,
+        "hatch": pattern,
+        "linewidth": 0,
+        "zorder": 0.9,
+    }
     axes.add_patch(Rectangle(corner, width, height, **look))
 
 
 def mark_cells(axes: Axes, cells: Bool[np.ndarray, "layers heads"], colour: str, edge: str = "none") -> None:
     """Draw a dot in each cell that is True; its diameter is a quarter of a cell, or less if cells are large."""
     size = [min(0.25, 0.014 * max(cells.shape))]
-    colours: Style = {"facecolors": colour, "edgecolors": edge, "linewidths": 0.4, "zorder": 2}
-    offsets: Style = {"offsets": np.argwhere(cells)[:, ::-1], "offset_transform": axes.transData}
+    colours: style.Style = {"facecolors": colour, "edgecolors": edge, "linewidths": 0.4, "zorder": 2}
+    offsets: style.Style = {"offsets": np.argwhere(cells)[:, ::-1], "offset_transform": axes.transData}
     units: Literal["x", "y"] = "x" if cells.shape[1] >= cells.shape[0] else "y"
     axes.add_collection(EllipseCollection(size, size, [0], units=units, **offsets, **colours), autolim=False)
 
@@ -142,7 +136,7 @@ def write_cells(axes: Axes, texts: Mapping[tuple[int, int], str], grid: HeadGrid
 
 def label_indices(axis: Axis, names: Sequence[int] | Sequence[str]) -> None:
     """Label the rows or columns of an axis with their names, or with as many names as there is room for."""
-    axis.set_major_locator(IndexTicks(len(names)))
+    axis.set_major_locator(style.IndexTicks(len(names)))
     axis.set_major_formatter(FuncFormatter(lambda place, _: str(names[round(place)])))
 
 
@@ -159,7 +153,7 @@ def label_layers(axes: Axes, layers: Sequence[str], parts: Sequence[str]) -> Non
     for part, rows in groups:
         if rows[0] > 0:
             axes.axhline(rows[0] - 0.5, color="white", linewidth=2.5)
-            axes.axhline(rows[0] - 0.5, color=INK, linewidth=0.6)
+            axes.axhline(rows[0] - 0.5, color=style.INK, linewidth=0.6)
         at, place = (0, (rows[0] + rows[-1]) / 2), ("axes fraction", "data")
         axes.annotate(part, at, (-24, 0), place, "offset points", rotation=90, ha="center", va="center")
 
@@ -182,7 +176,7 @@ def fan_chart(
     collection = LineCollection(
         [np.column_stack(points) for _, points in mixed],
         array=np.array([row for row, _ in mixed], dtype=float),
-        cmap=DEPTH,
+        cmap=style.DEPTH,
         norm=scale_depth(layers),
         linewidths=0.7,
         alpha=float(np.clip(total / len(mixed), least, most)),
@@ -208,7 +202,7 @@ def draw_over(
 ) -> None:
     """Draw a line with a white border, so that it stands out against other lines; the border is never dashed."""
     axes.plot(*points, color="white", linewidth=width + 1.2, zorder=2)
-    look: Style = {"color": colour, "linestyle": dash, "linewidth": width, "marker": marker, "markersize": 2.6}
+    look: style.Style = {"color": colour, "linestyle": dash, "linewidth": width, "marker": marker, "markersize": 2.6}
     axes.plot(*points, zorder=3, label=label, **look)
 
 
@@ -218,7 +212,7 @@ class Dot:
 
     value: float | None  # None: only `text` is written
     ends: tuple[float, float] | None = None  # ends of the value's interval
-    colour: str = CATEGORIES[0]
+    colour: str = style.CATEGORIES[0]
     marker: str = "o"
     size: float = 4.5
     hollow: bool = False
@@ -229,8 +223,8 @@ def dot_plot(axes: Axes, rows: Sequence[Collection[Dot]], names: Sequence[str] |
     """Draw the rows of dots, from the top down, with intervals as thick pale lines, and label the rows with `names`."""
     for row, dot in ((row, dot) for row, dots in enumerate(rows) for dot in dots):
         if dot.value is None:
-            place: Style = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
-            axes.text(0.99, row, dot.text, color=CATEGORIES[2], style="italic", **place)
+            place: style.Style = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
+            axes.text(0.99, row, dot.text, color=style.CATEGORIES[2], style="italic", **place)
             continue
         if dot.ends is not None:
             axes.plot(dot.ends, [row, row], color=dot.colour, linewidth=1.4, alpha=0.6, solid_capstyle="butt")
@@ -324,7 +318,6 @@ def _explain_measures(report: Report, names: Collection[str]) -> list[str]:
 
 
 def _end(sentence: str) -> str:
-    """Add a full stop to a sentence that lacks a final mark; "" stays empty."""
     return sentence if sentence.endswith((".", "?", "!", ":")) or not sentence else f"{sentence}."
 
 
@@ -357,23 +350,24 @@ def overview(
     fed, tool = clean(report.settings.input_summary), report.tool
     footnote = [*more, f"input: {fed}" * bool(fed), f"{clean(tool.name)} {clean(tool.version)}"]
     height = HEAD + sum(row.total for row in rows) + FOOT
-    figure = new_figure(WIDTH, height, dpi=300)
+    figure = style.new_figure(WIDTH, height, dpi=300)
     figure.set_label(caption)
     left, right = SIDE / WIDTH, 1 - SIDE / WIDTH
-    texts: Style = {"va": "center", "color": INK}
-    figure.text(left, 1 - 0.27 / height, shorten_label(title, TITLE), fontsize=14, weight="bold", **texts)
+    texts: style.Style = {"va": "center", "color": style.INK}
+    figure.text(left, 1 - 0.27 / height, style.shorten_label(title, TITLE), fontsize=14, weight="bold", **texts)
     if len(" · ".join(facts)) > FACTS:
         facts = facts[:-1] or facts  # the caption contains the last fact
-    figure.text(left, 1 - 0.52 / height, shorten_label(" · ".join(facts), FACTS), fontsize=8, **texts)
-    small: Style = {"va": "center", "color": MUTED, "fontsize": 6.5}
+    figure.text(left, 1 - 0.52 / height, style.shorten_label(" · ".join(facts), FACTS), fontsize=8, **texts)
+    small: style.Style = {"va": "center", "color": style.MUTED, "fontsize": 6.5}
     figure.text(left, 0.13 / height, hint, **small)
-    figure.text(right, 0.13 / height, shorten_label(" · ".join(filter(None, footnote)), FOOTNOTE), ha="right", **small)
+    figure.text(
+        right, 0.13 / height, style.shorten_label(" · ".join(filter(None, footnote)), FOOTNOTE), ha="right", **small
+    )
     _draw_rows(figure, _letter(rows), HEAD, FOOT)
     return figure
 
 
 def _letter(rows: Sequence[Row]) -> list[Row]:
-    """Put a letter before the title of each panel."""
     letters = cycle(ascii_lowercase)
     return [
         replace(row, panels=[panel and replace(panel, title=f"{next(letters)}  {panel.title}") for panel in row.panels])
@@ -395,9 +389,9 @@ def panel_figure(report: Report, panel: Panel, *, bare: bool = False) -> Figure:
     words = "\n".join(textwrap.fill(clean(line), characters) for line in lines)
     below = 0.15 + LINE * (words.count("\n") + 1)
     height = MARGIN + sum(row.total for row in rows) + below
-    figure = new_figure(width, height)
+    figure = style.new_figure(width, height)
     figure.set_label(caption)
-    look: Style = {"fontsize": 6.8, "va": "top", "color": MUTED, "linespacing": 1.35}
+    look: style.Style = {"fontsize": 6.8, "va": "top", "color": style.MUTED, "linespacing": 1.35}
     figure.text(SIDE / width, (below - 0.05) / height, words, **look)
     _draw_rows(figure, rows, MARGIN, below)
     return figure
@@ -422,7 +416,7 @@ def _bare_figure(rows: Sequence[Row], caption: str) -> Figure:
         for row in rows
     ]
     narrow = all(len(row.panels) == 1 for row in rows) and max(panel.width for panel in panels) <= NARROW
-    figure = new_figure(COLUMN if narrow else PAGE, 2 * MARGIN + sum(row.total for row in rows), dpi=300)
+    figure = style.new_figure(COLUMN if narrow else PAGE, 2 * MARGIN + sum(row.total for row in rows), dpi=300)
     figure.set_label(caption)
     if len(panels) > 1:
         rows = _letter(rows)
@@ -452,14 +446,14 @@ def _bare_panel(panel: Panel, ambiguous: bool) -> Panel:
 def _enlarge_text(figure: Figure, room: float) -> None:
     """Give all text of a bare figure the same size, and break labels longer than `room`, a panel's width in inches."""
     for axes in figure.findobj(Axes):
-        axes.tick_params(labelsize=BARE_POINTS)
+        axes.tick_params(labelsize=style.BARE_POINTS)
         legend = axes.get_legend()
         if legend is not None and not legend.get_in_layout():
-            legend_above(axes, int(PER_INCH * room))
+            style.legend_above(axes, int(PER_INCH * room))
         for axis in (axes.xaxis, axes.yaxis):
             axis.label.set_text(textwrap.fill(axis.label.get_text(), max(12, int(PER_INCH * room))))
     for text in figure.findobj(Text):
-        text.set_fontsize(BARE_POINTS)
+        text.set_fontsize(style.BARE_POINTS)
 
 
 def _drop_wide_numbers(figure: Figure) -> None:
@@ -477,7 +471,7 @@ def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float, 
     """Draw the rows of panels, with `above` inches free at the top of the figure and `below` inches at the bottom."""
     side = BARE_SIDE if bare else SIDE
     width, height = figure.get_size_inches()
-    above_axes: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "in_layout": False}
+    above_axes: style.Style = {"xycoords": "axes fraction", "textcoords": "offset points", "in_layout": False}
     # consecutive rows of equally many panels form a block whose columns are aligned
     blocks = [list(block) for _, block in groupby(rows, key=lambda row: len(row.panels))]
     totals = [sum(row.total for row in block) for block in blocks]
@@ -493,21 +487,23 @@ def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float, 
             last = max((n for n, panel in enumerate(row.panels) if panel and len(panel.layers) > 1), default=None)
             for column, panel in ((column, panel) for column, panel in enumerate(row.panels) if panel is not None):
                 axes = part.add_subplot(grid[line, column])
-                shorten = textwrap.fill if bare else shorten_label
+                shorten = textwrap.fill if bare else style.shorten_label
                 title = shorten(panel.title, int(TITLE_PER_INCH * room))
-                axes.set_title(title, pad=5 if bare else 15, weight="bold", color=INK)
-                note = shorten_label(panel.note, int(NOTE_PER_INCH * room))
-                axes.annotate(note, (0, 1), (0, 5), fontsize=6.5, color=MUTED, **above_axes)
+                axes.set_title(title, pad=5 if bare else 15, weight="bold", color=style.INK)
+                note = style.shorten_label(panel.note, int(NOTE_PER_INCH * room))
+                axes.annotate(note, (0, 1), (0, 5), fontsize=6.5, color=style.MUTED, **above_axes)
                 panel.draw(axes)
                 if column == last:  # a colour bar of the layers
-                    bar = _colour_bar(axes, ScalarMappable(scale_depth(len(panel.layers)), DEPTH), "layer")
+                    bar = _colour_bar(axes, ScalarMappable(scale_depth(len(panel.layers)), style.DEPTH), "layer")
                     bar.ax.set_ylim(len(panel.layers) - 1, 0)
                     label_indices(bar.ax.yaxis, panel.layers)
             if heading is not None:
                 strip = part.add_subplot(heading)
                 strip.set_axis_off()
-                strip.axhline(1, color=MUTED, linewidth=0.4, clip_on=False)
-                strip.text(0, 0, row.heading, transform=strip.transAxes, fontsize=8.5, color=MUTED, style="italic")
+                strip.axhline(1, color=style.MUTED, linewidth=0.4, clip_on=False)
+                strip.text(
+                    0, 0, row.heading, transform=strip.transAxes, fontsize=8.5, color=style.MUTED, style="italic"
+                )
     # The positions are fixed once for all file formats, and rounded, because the layout's last digits depend on the
     # order in which its solver eliminates variables, which differs from run to run; equal reports give equal bytes.
     if bare:
@@ -516,6 +512,8 @@ def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float, 
     engine = ConstrainedLayoutEngine(rect=rect, h_pad=0.05, w_pad=0.05, hspace=0.03, wspace=0.03)
     for _ in range(2):  # the first pass changes which ticks have room, and so the width of their labels
         engine.execute(figure)
+    for part in parts:  # the positions of axes are relative to these
+        part.bbox_relative.set_points(np.round(part.bbox_relative.get_points(), 12))
     for axes in figure.axes:
         axes.set_position(np.round(axes.get_position(original=False).bounds, 5).tolist())
     if bare:

@@ -13,28 +13,13 @@ from matplotlib.colors import LogNorm
 from matplotlib.ticker import LogLocator, MaxNLocator, ScalarFormatter
 
 from attnlens.records import Comparison, Curve, Experiment, Report, StudyCell, StudyColumn, StudyTable, Trajectory
-from attnlens.report.pictures import style
-from attnlens.report.pictures.charts import (
-    Dot,
-    Names,
-    Panel,
-    Row,
-    arrange,
-    as_array,
-    dot_plot,
-    draw_over,
-    fan_chart,
-    grid_of,
-    heat_map,
-    mark_cells,
-    model_facts,
-    overview,
-)
+from attnlens.report.pictures import charts, style
+from attnlens.report.pictures.charts import Dot, Panel, Row, as_array
 from attnlens.report.pictures.maps import heading
 from attnlens.report.sections.comparisons import LOCAL, effect_sizes, rank_distances
 from attnlens.report.sections.experiments import changed_measures, format_label, judgement, measures_of, setting
 from attnlens.report.sections.facts import ran_on, standing, title
-from attnlens.report.shapes import describe_measure
+from attnlens.report.shapes import Names, describe_measure
 from attnlens.wording import LEAST_P, capitalise, clean, format_count, shorten_line, source_of
 
 if TYPE_CHECKING:
@@ -43,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-LEAST_Q = LEAST_P  # q-values below this are drawn at the top of the picture
 WHOLE_RANGE = 1e6  # ratio of the largest distance to the smallest one that has a colour of its own
 QUANTITIES = {"correlation": "correlation (cosine) to SVM"}  # Quantity of curves → clearer axis label
 NAME = 34  # maximum number of characters in a cell's name
@@ -55,7 +39,7 @@ DASHES = ("-", "--", ":", "-.")
 def comparison_overview(report: Report, *, bare: bool = False) -> Figure:
     """Draw the panels of a comparison on one page."""
     rows = [Row(comparison_panels(report), 2.6)]
-    return overview(report, rows, [clean(report.coverage.sentence)], title(report), bare=bare)
+    return charts.overview(report, rows, [clean(report.coverage.sentence)], title(report), bare=bare)
 
 
 def comparison_panels(report: Report) -> list[Panel]:
@@ -89,14 +73,16 @@ def draw_differences(axes: Axes, comparison: Comparison, name: str, number: Name
     rows = {(row.layer, row.head): row for row in comparison.rows if row.measure == name and (row.delta or 0) > 0}
     places = [(head.layer, head.head, head.part) for head in comparison.heads]
     changes = [rows.get(place[:2]) for place in places]
-    grid = grid_of(places, (None if row is None else row.delta for row in changes))
+    grid = charts.grid_of(places, (None if row is None else row.delta for row in changes))
     most = float(np.nanmax(grid.values, initial=0.0)) or 1.0
     least = max(float(np.nanmin(grid.values, initial=most)), most / WHOLE_RANGE)
-    bar = heat_map(axes, grid, (style.SEQUENTIAL, LogNorm(min(least, most / 10), most), "min"), number=number)
+    bar = charts.heat_map(axes, grid, (style.SEQUENTIAL, LogNorm(min(least, most / 10), most), "min"), number=number)
     bar.locator = LogLocator(subs=(1, 2, 5) if most < 100 * least else (1,))
     bar.formatter = style.Powers()
     bar.minorticks_off()
-    mark_cells(axes, grid_of(places, (row is not None and row.named for row in changes)).values > 0, "white", style.INK)
+    charts.mark_cells(
+        axes, charts.grid_of(places, (row is not None and row.named for row in changes)).values > 0, "white", style.INK
+    )
 
 
 def draw_volcano(axes: Axes, comparison: Comparison) -> None:
@@ -108,7 +94,7 @@ def draw_volcano(axes: Axes, comparison: Comparison) -> None:
         rows = [row for row in rows if row.delta is not None and row.q is not None]
         if rows:
             x = as_array(row.delta for row in rows) / [sizes[row.measure] for row in rows]
-            certainty = -np.log10(np.clip(as_array(row.q for row in rows), LEAST_Q, None))
+            certainty = -np.log10(np.clip(as_array(row.q for row in rows), LEAST_P, None))
             axes.scatter(x, certainty, s=6, color=colour, alpha=0.6, linewidth=0, label=f"{source}.*", rasterized=True)
     level = f"significant above q = {comparison.fdr:g}"
     axes.axhline(-np.log10(comparison.fdr), color=style.MUTED, linewidth=0.6, linestyle="--", label=level)
@@ -117,7 +103,8 @@ def draw_volcano(axes: Axes, comparison: Comparison) -> None:
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("second − first, in interquartile ranges over heads")
     axes.set_ylabel("−log₁₀ q (4: q < 1e-4)")
-    axes.set_ylim(-0.02 * -np.log10(LEAST_Q), 1.04 * -np.log10(LEAST_Q))
+    top = -np.log10(LEAST_P)  # smaller q-values are drawn here
+    axes.set_ylim(-0.02 * top, 1.04 * top)
     style.legend_above(axes, 80, handlelength=0.8)
 
 
@@ -127,7 +114,7 @@ def study_overview(report: Report, *, bare: bool = False) -> Figure:
     panels = [panel for panel in study_panels(report) if panel.stem.endswith(("-reached", "-learned"))]
     rows = [Row(panels[n : n + 2], max(1.9, 0.16 * panels[n].rows)) for n in range(0, len(panels), 2)]
     sources = dict.fromkeys(study.source for study in report.studies)
-    return overview(report, rows, facts, title(report), sources, bare=bare)
+    return charts.overview(report, rows, facts, title(report), sources, bare=bare)
 
 
 def study_panels(report: Report) -> list[Panel]:
@@ -171,7 +158,7 @@ def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
         axes.scatter(values, [row] * len(values), s=9, color=OWN, alpha=0.55, linewidths=0, zorder=3)
         mean, se = cell.mean * factor, (cell.se or 0.0) * factor
         rows.append([Dot(mean, (mean - se, mean + se), style.INK, "|", 9)])
-    dot_plot(axes, rows, [shorten_line(clean(cell.name), NAME) for cell in cells])
+    charts.dot_plot(axes, rows, [shorten_line(clean(cell.name), NAME) for cell in cells])
     means = [cell.mean for cell in cells if cell.mean]
     if task.metric == "perplexity" and means and max(means) > WIDE * min(means):
         style.scale_logarithmically(axes, "x", subs=(1, 2, 5))
@@ -210,13 +197,13 @@ def experiment_overview(report: Report, *, bare: bool = False) -> Figure:
     followed = any(experiment.trajectories for experiment in report.experiments)
     curves = [panel for panel in panels if panel.stem != COMPARED][: MOST if followed else None]
     across, height = (4, 1.35) if followed else (3, 1.9)  # panels per row, and their height in inches
-    rows = arrange(curves, max(1, min(across, len(curves))), height)
+    rows = charts.arrange(curves, max(1, min(across, len(curves))), height)
     rows += [Row([panel], max(0.5, 0.15 * panel.rows)) for panel in panels if panel.stem == COMPARED]
     steps = [len(curve.steps) for e in report.experiments if e.trajectories for curve in e.curves.values()]
     checkpoints = [format_count(max(steps), "checkpoint")] if steps else []
-    facts = [*model_facts(report), standing(report)[0], *checkpoints]
+    facts = [*charts.model_facts(report), standing(report)[0], *checkpoints]
     more, hint = [ran_on(report), f"seed {report.settings.seed}"], "black: median over heads" * followed
-    return overview(report, rows, facts, title(report), more, hint, bare=bare)
+    return charts.overview(report, rows, facts, title(report), more, hint, bare=bare)
 
 
 def experiment_panels(report: Report) -> list[Panel]:
@@ -287,8 +274,8 @@ def draw_trajectories(axes: Axes, *, experiment: Experiment, name: str) -> None:
         axes.fill_between(steps, as_array(null.low), as_array(null.high), color="#dcdcdc", linewidth=0, zorder=0)
         axes.plot(steps, as_array(null.median), color=style.MUTED, linewidth=0.7, linestyle=(0, (4, 2)), zorder=1)
     heads = [(line.layer, (steps, as_array(line.values))) for line in lines] if len(lines) > 1 else []
-    fan_chart(axes, heads, layers, opacity=(40, 0.25, 0.75))
-    draw_over(axes, (steps, as_array(curve.median)), "-", 1.7, marker="o" if len(steps) <= MARKED else "")
+    charts.fan_chart(axes, heads, layers, opacity=(40, 0.25, 0.75))
+    charts.draw_over(axes, (steps, as_array(curve.median)), "-", 1.7, marker="o" if len(steps) <= MARKED else "")
     scale_steps(axes, curve.steps, experiment.axis)
     if limits := _limits(experiment, name):
         style.scale_values(axes, *limits[:2], logarithmic=limits[2])
@@ -393,7 +380,6 @@ def _least_shown(curves: Mapping[str, Curve]) -> tuple[float | None, bool]:
 
 
 def _finite_values(curves: Mapping[str, Curve]) -> Float[np.ndarray, " values"]:
-    """Collect the finite medians and quartiles of all curves."""
     parts = (part for curve in curves.values() for part in (curve.median, curve.low, curve.high))
     values = np.concatenate([as_array(part) for part in parts if part is not None])
     return np.asarray(values[np.isfinite(values)])
@@ -445,7 +431,7 @@ def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
             axes.annotate(verdict, (at, row), (side, 0), fontsize=6.5, color=style.CATEGORIES[2], **place)
     axes.axvline(0, color=style.MUTED, linewidth=0.7, zorder=0)
     names = [style.shorten_label(f"{clean(e.name)}: {format_label(e, figure)}", 44) for e, figure in rows]
-    dot_plot(axes, dots, names)
+    charts.dot_plot(axes, dots, names)
     axes.tick_params(axis="y", labelsize=6.5, labelcolor=style.INK)
     axes.set_xlim(-edge, edge)
     axes.set_xticks(range(-3, 4))

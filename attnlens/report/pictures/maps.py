@@ -16,22 +16,8 @@ from matplotlib.colors import BoundaryNorm, CenteredNorm, ListedColormap, Normal
 from attnlens.analyzers.registry import MeasureInfo
 from attnlens.choices import WHERE_POSED
 from attnlens.errors import UsageError
-from attnlens.report.pictures import style
-from attnlens.report.pictures.charts import (
-    Colours,
-    HeadGrid,
-    Panel,
-    arrange,
-    draw_over,
-    fan_chart,
-    hatch_box,
-    heat_map,
-    label_layers,
-    model_facts,
-    overview,
-    scale_depth,
-    write_cells,
-)
+from attnlens.report.pictures import charts, style
+from attnlens.report.pictures.charts import Colours, HeadGrid, Panel
 from attnlens.report.sections.facts import state_whole
 from attnlens.report.sections.reference import bounds
 from attnlens.report.shapes import SAME, MeasureMap, Shapes, group_of
@@ -62,8 +48,7 @@ PART_LINES = ("-", "--", ":")  # line styles of the parts' medians on shared axe
 CELL = 0.42  # side of a cell in inches, if the page has room
 STEPS = 64  # number of colours sampled from a colour map for the maps that pages draw themselves
 THIRDS = 3
-FURTHEST = 1e300
-"""Largest absolute value that can be drawn: drawing computes differences, and float64 ends at 1.8e308."""
+FURTHEST = 1e300  # Largest absolute value that can be drawn: drawing computes differences, and float64 ends at 1.8e308
 
 
 def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
@@ -192,7 +177,7 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
     """
     colours = scale(reading)
     grid = HeadGrid(reading.values, shapes.layers, shapes.heads, shapes.parts)
-    bar = heat_map(axes, grid, colours)
+    bar = charts.heat_map(axes, grid, colours)
     if reading.labels:
         names = reading.labels | dict(enumerate(reading.info.labels))
         bar.set_ticks(sorted(names), labels=[clean(names[number]).replace(" ", "\n") for number in sorted(names)])
@@ -206,7 +191,7 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
             bar.ax.plot([0.5, 0.5], ends, color=colour, linewidth=width, scalex=False, scaley=False)
             bar.ax.plot([0, 1], [mean, mean], color=colour, linewidth=width, scalex=False, scaley=False)
     if numbers and max(grid.values.shape) * CELL <= 8:  # the largest map on a page, in inches
-        write_cells(axes, _numbers_that_fit(reading), grid, colours)
+        charts.write_cells(axes, _numbers_that_fit(reading), grid, colours)
 
 
 def _numbers_that_fit(reading: MeasureMap) -> dict[tuple[int, int], str]:
@@ -233,7 +218,7 @@ def scale(reading: MeasureMap) -> Colours:
     cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
     extend = ("neither", "min", "max", "both")[cut_low + 2 * cut_high]
     low, high = low if cut_low else least, high if cut_high else most
-    if reading.signed:
+    if (reading.info.low or 0.0) < 0 or reading.present.min() < 0:
         half = max(abs(low), abs(high)) or 1.0
         return style.DIVERGING, CenteredNorm(0, half), extend
     # reports have nine digits: a relative spread near that is rounding, which must not span all colours
@@ -243,12 +228,12 @@ def scale(reading: MeasureMap) -> Colours:
 
 
 def palette(reading: MeasureMap) -> dict[str, object]:
-    """Return name, limits, open ends and colours (samples, or one per category) of `scale` for the scripts of pages."""
+    """Return limits, open ends and colours (samples, or one per category) of `scale` for the scripts of pages."""
     colours, norm, extend = scale(reading)
     steps = colours.N if isinstance(norm, BoundaryNorm) else STEPS
     samples = [to_hex(colour) for colour in colours(np.linspace(0, 1, steps))]
     ends = {"low": float(norm.vmin or 0), "high": float(norm.vmax or 0)}
-    return {"name": colours.name, "colours": samples, **ends, "cut": extend}
+    return {"colours": samples, **ends, "cut": extend}
 
 
 @dataclass(frozen=True)
@@ -322,7 +307,7 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]
     """Draw the heads' curves and each group's median; a single group also gets quartiles. Axis limits fit all heads."""
     info = shapes.info(name)
     lines = [(row, _points(info, curve)) for group in groups for row, curve in group.curves]
-    fan_chart(axes, lines, len(shapes.layers))
+    charts.fan_chart(axes, lines, len(shapes.layers))
     values = np.concatenate([curve for _, curve in shapes.curves[name]])
     logarithmic = falls_far(values, [group.quartiles[1] for group in groups_by_part(shapes, name)])
     # on a logarithmic axis, values below a millionth of the largest are rounding and would squeeze the visible range
@@ -336,13 +321,13 @@ def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]
     axes.set_ylabel(formula if 0 < len(formula) <= SIDE else title_of(name))
     if len(groups) == 1:
         low, middle, high = (_points(info, line) for line in groups[0].quartiles)
-        draw_over(axes, low, "--", 1.1, label="quartiles")
-        draw_over(axes, middle, "-", 1.6, label="median")
-        draw_over(axes, high, "--", 1.1)
+        charts.draw_over(axes, low, "--", 1.1, label="quartiles")
+        charts.draw_over(axes, middle, "-", 1.6, label="median")
+        charts.draw_over(axes, high, "--", 1.1)
         return
     for group, dash in zip(groups, PART_LINES, strict=False):
         label = f"{'' if group is not groups[0] else 'median: '}{group.title}"
-        draw_over(axes, _points(info, group.quartiles[1]), dash, 1.4, label=label)
+        charts.draw_over(axes, _points(info, group.quartiles[1]), dash, 1.4, label=label)
     style.legend_above(axes, 60, handlelength=2.2)
 
 
@@ -360,9 +345,9 @@ def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGrou
     """Draw the curves of one group's heads, their median and quartiles, and (dotted) medians of the other groups."""
     draw_fan(axes, shapes, name, [group])
     for number, other in enumerate(other for other in groups if other is not group):
-        colour = style.DEPTH(scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
+        colour = style.DEPTH(charts.scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
         line = _points(shapes.info(name), other.quartiles[1])
-        draw_over(axes, line, ":", 1.5, colour=colour, label="other groups' medians" * (number == 0))
+        charts.draw_over(axes, line, ":", 1.5, colour=colour, label="other groups' medians" * (number == 0))
     if group is groups[0]:
         axes.legend(loc="lower right", handlelength=2.6)
 
@@ -393,11 +378,11 @@ def overview_figure(shapes: Shapes, *, bare: bool = False) -> Figure:
         meaning = f"{source_of(name)} – {clean(shapes.info(name).meaning)}"
         headings.append(meaning if by_depth else source_heading(shapes, name))
     page = [
-        replace(arrange(row, ACROSS, HEIGHT)[0], heading=style.shorten_label(text, 120) * (text != before))
+        replace(charts.arrange(row, ACROSS, HEIGHT)[0], heading=style.shorten_label(text, 120) * (text != before))
         for row, text, before in zip(rows, headings, ["", *headings], strict=False)
     ]
-    facts = [*model_facts(shapes.report), layout_line(shapes)]
-    return overview(shapes.report, page, facts, hint="hatched: no value" * hatched, bare=bare)
+    facts = [*charts.model_facts(shapes.report), layout_line(shapes)]
+    return charts.overview(shapes.report, page, facts, hint="hatched: no value" * hatched, bare=bare)
 
 
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
@@ -469,14 +454,14 @@ def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
             ends += [*np.linspace(row - height / 2, row + height / 2, count + 1), np.nan]
             heads.append(np.pad(shares[:, [*order, order[-1]]], ((0, 0), (0, 1)), constant_values=np.nan))
         else:
-            hatch_box(axes, (0, row - height / 2), 1, height)
+            charts.hatch_box(axes, (0, row - height / 2), 1, height)
     rights = np.cumsum(np.concatenate(heads, axis=1), axis=0)
     for (label, colour), left, right in zip(named_parts(names), [0 * rights[0], *rights], rights, strict=False):
         axes.fill_betweenx(ends, left, right, step="post", color=colour, label=label, linewidth=0)
     axes.set_xlim(0, 1)
     axes.set_xticks([0, 0.5, 1], ["0", "½", "1"])
     axes.set_xlabel("share (heads sorted within layers)")
-    label_layers(axes, shapes.layer_numbers, shapes.parts)
+    charts.label_layers(axes, shapes.layer_numbers, shapes.parts)
     style.legend_above(axes, 56, handlelength=0.8)
 
 

@@ -16,27 +16,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from attnlens.choices import PARTS
 from attnlens.kernels import TIES
 from attnlens.records import Effect, Healing, Outcome, Plan, Report, SiteSwap, Swap
-from attnlens.report.pictures import style
-from attnlens.report.pictures.charts import (
-    Dot,
-    Names,
-    Panel,
-    Row,
-    as_array,
-    dot_plot,
-    grid_of,
-    hatch,
-    hatch_box,
-    heat_map,
-    label_layers,
-    mark_cells,
-    model_facts,
-    overview,
-    scale_depth,
-    write_cells,
-)
+from attnlens.report.pictures import charts, style
+from attnlens.report.pictures.charts import Dot, Panel, Row, as_array
 from attnlens.report.sections.plans import BUDGETED, share
 from attnlens.report.sections.swaps import DESTROYED, EFFECTS, effect, effect_name, format_rise, formula, loss_decimals
+from attnlens.report.shapes import Names
 from attnlens.wording import big, capitalise, clean, decimals_for
 
 if TYPE_CHECKING:
@@ -97,8 +81,8 @@ def swap_overview(report: Report, *, bare: bool = False) -> Figure:
         page.append(Row(row, 0.19 * lines if len(row) == 1 else float(np.clip(0.115 * lines, low, 3.4))))
     what, how = ("several kernels", "") if several else (clean(swap.kernel), formula(swap))
     # the formula comes last: if the line is too long, the formula is left to the caption
-    facts = [*model_facts(report), what, clean(report.coverage.sentence), how]
-    return overview(report, page, facts, bare=bare)
+    facts = [*charts.model_facts(report), what, clean(report.coverage.sentence), how]
+    return charts.overview(report, page, facts, bare=bare)
 
 
 def swap_panels(report: Report) -> list[Panel]:
@@ -112,7 +96,6 @@ def swap_panels(report: Report) -> list[Panel]:
 
 
 def _overview_panels(report: Report) -> list[Panel]:
-    """Build the panels of the overview in display order."""
     if len(report.swaps) > 1:
         return list(_kernel_panels(report))
     swap, plan, number = report.swaps[0], report.plan, report.model.layer_number
@@ -131,7 +114,6 @@ def _overview_panels(report: Report) -> list[Panel]:
 
 
 def _drawn_controls(swap: Swap) -> list[Control]:
-    """Return the controls that have a loss to draw; an empty list if the model has no loss."""
     return [control for control in swap.controls if control.loss is not None and swap.judged_by == "loss"]
 
 
@@ -174,7 +156,7 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
         rows.append([*dots, _dot(swap, swap)])
     kernels = [style.shorten_label(clean(swap.kernel), KERNEL_NAME) for swap in swaps]
     names = [kernel + _rise(swap, "perplexity ", " ") for kernel, swap in zip(kernels, swaps, strict=True)]
-    dot_plot(axes, rows, names)
+    charts.dot_plot(axes, rows, names)
     scale_widely(axes, "x", [dot.value or 0.0 for row in rows for dot in row])
     for row in range(1, len(swaps)):
         axes.axhline(row - 0.5, color="#e6e6e6", linewidth=0.5, zorder=0)
@@ -241,7 +223,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     names = [f"{label}{_rise(outcome, '', gap) * lossy}" for label, outcome in zip(labels, outcomes, strict=True)]
     known = [stage.perplexity.before for stage in swap.stages if stage.perplexity is not None and lossy]
     first = f"original\nperplexity {style.typeset(known[0], decimals_for(known[:1]))}" if known else "original"
-    dot_plot(axes, [[dot] for dot in dots], [first, *names])
+    charts.dot_plot(axes, [[dot] for dot in dots], [first, *names])
     for label in axes.get_yticklabels()[1 + stages :]:
         label.set_color(style.MUTED)
     decimals = min(3, loss_decimals(losses))
@@ -278,10 +260,10 @@ def draw_sites(axes: Axes, swap: Swap, number: Names = str) -> None:
     axes.barh(rows, np.nan_to_num(errors), height=height, color=colours, linewidth=0, antialiased=len(rows) <= CROWDED)
     reach = max(float(np.nanmax(errors, initial=0.0)), 1e-9)
     for row in rows[np.isnan(errors)]:
-        hatch_box(axes, (0, row - 0.4), reach, 0.8)
+        charts.hatch_box(axes, (0, row - 0.4), reach, 0.8)
     axes.set_xlim(0, 1.06 * reach)
     axes.set_xlabel("‖new − original‖ / ‖original‖ of the output")
-    label_layers(axes, [number(site.layer) for site in sites], [site.part for site in sites])
+    charts.label_layers(axes, [number(site.layer) for site in sites], [site.part for site in sites])
 
 
 def draw_layer_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " layers"]]], label: str) -> None:
@@ -305,7 +287,6 @@ def _order(unit: Effect | SiteSwap) -> tuple[int, int]:
 
 
 def _of_heads(swap: Swap) -> bool:
-    """Return True if single heads were swapped rather than whole layers."""
     return any(unit.head is not None for unit in swap.sweep)
 
 
@@ -338,20 +319,20 @@ def draw_sweep(axes: Axes, swap: Swap, number: Names = str) -> None:
             quiet, size = _is_quiet(unit), 4.5 if len(layers) <= 16 else 3.2
             colour = style.MUTED if quiet else OWN
             dots.append([Dot(unit.delta, unit.ci95, colour, size=size, hollow=quiet, text="diverged")])
-        dot_plot(axes, dots)
+        charts.dot_plot(axes, dots)
         scale_around_median(axes, "x", as_array(unit.delta for unit in layers))
         axes.set_xlabel(f"Δ of the {effect_name(swap)}")
-        label_layers(axes, [number(unit.layer) for unit in layers], [unit.part for unit in layers])
+        charts.label_layers(axes, [number(unit.layer) for unit in layers], [unit.part for unit in layers])
         return
     units = [unit for unit in swap.sweep if unit.head is not None]
     places = [(unit.layer, unit.head or 0, unit.part) for unit in units]
-    grid = grid_of(places, (unit.delta for unit in units))
+    grid = charts.grid_of(places, (unit.delta for unit in units))
     half, extend = limit(grid.values)
     signed = any(unit.p_value is not None for unit in units)  # a distance has no sign, and no test
     colours, norm = (style.DIVERGING, CenteredNorm(0, half)) if signed else (style.SEQUENTIAL, Normalize(0, half))
-    heat_map(axes, grid, (colours, norm, extend), f"Δ of the {effect_name(swap)}", number)
-    hatch(axes, grid_of(places, (unit.delta is None for unit in units)).values > 0, "xxxxx")
-    mark_cells(axes, grid_of(places, map(_is_quiet, units)).values > 0, style.MUTED)
+    charts.heat_map(axes, grid, (colours, norm, extend), f"Δ of the {effect_name(swap)}", number)
+    charts.hatch(axes, charts.grid_of(places, (unit.delta is None for unit in units)).values > 0, "xxxxx")
+    charts.mark_cells(axes, charts.grid_of(places, map(_is_quiet, units)).values > 0, style.MUTED)
     above: style.Style = {"textcoords": "offset points", "ha": "center", "fontsize": 5, "zorder": 3}
     for row, column in np.argwhere(np.abs(grid.values) > half):
         delta = grid.values[row, column]
@@ -401,7 +382,7 @@ def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
     x, y = as_array(predictor.values), as_array(unit.delta for unit in swap.sweep)
     layers = [unit.layer for unit in swap.sweep]
     axes.axhline(0, color=style.MUTED, linewidth=0.6, zorder=0)
-    norm = scale_depth(1 + max(layers))
+    norm = charts.scale_depth(1 + max(layers))
     axes.scatter(x, y, c=layers, cmap=style.DEPTH, norm=norm, s=11, linewidth=0.3, edgecolor="white")
     axes.margins(0.06)
     axes.locator_params(axis="x", nbins=5)
@@ -444,17 +425,16 @@ def budget_note(plan: Plan) -> str:
 def draw_ranks(axes: Axes, plan: Plan, number: Names = str) -> None:
     """Draw each query head's rank, or its share of a latent's rank, as a colour and, if there is room, as a number."""
     cells = [((key.layer, head, key.part), key.rank / key.keys) for key in plan.ranks for head in key.heads]
-    grid = grid_of([place for place, _ in cells], (rank for _, rank in cells))
+    grid = charts.grid_of([place for place, _ in cells], (rank for _, rank in cells))
     colours = (style.SEQUENTIAL, Normalize(0, max(key.head_dim / key.keys for key in plan.ranks)), "neither")
-    heat_map(axes, grid, colours, "rank r of head_dim", number)
+    charts.heat_map(axes, grid, colours, "rank r of head_dim", number)
     if max(grid.values.shape) <= MOST_WRITTEN:
         texts = {at: f"{value:.2g}" if value < 10 else f"{value:.0f}" for at, value in np.ndenumerate(grid.values)}
         texts = {at: text for at, text in texts.items() if not np.isnan(grid.values[at])}
-        write_cells(axes, texts, grid, colours)
+        charts.write_cells(axes, texts, grid, colours)
 
 
 def _healing_panel(swap: Swap, healing: Healing) -> Panel:
-    """Build the panel of a healing run: perplexity and validation distance at each step."""
     note = "dashed: original; " * (swap.judged_by == "loss") + "dotted: best; hollow: transfer"
     goal = "on the text" if healing.goal == "text" else "towards the original model"
     caption = (

@@ -55,12 +55,12 @@ def is_file(target: Path) -> bool:
 
 
 def file_names(stems: Iterable[str]) -> list[str]:
-    """Make a unique PNG file name from each stem; characters that are unsafe in file names become `_`."""
+    """Make a unique file name without suffix from each stem; characters that are unsafe in file names become `_`."""
     taken: set[str] = set()
     names = []
     for name in stems:
         stem = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:100].lstrip(".") or "measure"
-        candidates = (f"{stem}{number}.png" for number in ("", *range(2, 2 + len(taken))))
+        candidates = (f"{stem}{number}" for number in ("", *range(2, 2 + len(taken))))
         names.append(next(candidate for candidate in candidates if candidate.lower() not in taken))
         taken.add(names[-1].lower())
     return names

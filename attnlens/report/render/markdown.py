@@ -12,7 +12,7 @@ from urllib.parse import quote
 from xml.etree import ElementTree
 
 from attnlens.records import Check, Report
-from attnlens.report.sections.checked import Case, describe_breach, describe_check, document, rule_cases, worst
+from attnlens.report.sections.checked import Case, describe_breach, describe_check, document, worst
 from attnlens.report.sections.section import Cell, Document, Heading, Row, Section, Table
 from attnlens.wording import clean
 
@@ -51,20 +51,21 @@ MOST_HEADS = 100  # maximum number of heads per failure; more would hide the oth
 
 def junit(report: Report) -> str:
     """Format the checks of a report as JUnit XML; characters that XML 1.0 forbids are replaced."""
-    return junit_cases(clean(f"attnlens check {report.model.id}"), rule_cases(report), report.model.layer_name)
+    cases = [(check.subject, check.rule, check) for check in report.checks]
+    return junit_cases(clean(f"attnlens check {report.model.id}"), cases, report.model.layer_name)
 
 
 def junit_cases(name: str, cases: Sequence[Case], layer: Callable[[int], str] = str) -> str:
     """Format test cases as a JUnit XML test suite of this name; `layer` returns the name of a layer."""
-    failed = sum(isinstance(case.outcome, Check) and not case.outcome.passed for case in cases)
-    skipped = sum(isinstance(case.outcome, str) for case in cases)
+    outcomes = [outcome for _, _, outcome in cases]
+    failed = sum(isinstance(outcome, Check) and not outcome.passed for outcome in outcomes)
+    skipped = sum(isinstance(outcome, str) for outcome in outcomes)
     counts = {"tests": str(len(cases)), "failures": str(failed), "errors": "0", "skipped": str(skipped)}
     suites = ElementTree.Element("testsuites", {"name": "attnlens"} | counts)
     suite = ElementTree.SubElement(suites, "testsuite", {"name": name} | counts)
-    for each in cases:
-        check = each.outcome
+    for group, title, check in cases:
         place = {"file": clean(check.file)} if isinstance(check, Check) and check.file is not None else {}
-        attributes = {"classname": clean(f"attnlens.{each.group}"), "name": clean(each.name)}
+        attributes = {"classname": clean(f"attnlens.{group}"), "name": clean(title)}
         case = ElementTree.SubElement(suite, "testcase", attributes | place | {"time": "0"})
         if isinstance(check, str):
             ElementTree.SubElement(case, "skipped", message=clean(check))
@@ -72,9 +73,8 @@ def junit_cases(name: str, cases: Sequence[Case], layer: Callable[[int], str] = 
             failure = ElementTree.SubElement(case, "failure", message=describe_check(check, layer), type="rule")
             lines = [describe_breach(check, breach, layer) for breach in check.breaches[:MOST_HEADS]]
             more = len(check.breaches) - MOST_HEADS
-            failure.text = "\n".join(
-                [describe_check(check, layer), *lines, *([f"and {more} more"] if more > 0 else [])]
-            )
+            lines += [f"and {more} more"] if more > 0 else []
+            failure.text = "\n".join([describe_check(check, layer), *lines])
     ElementTree.indent(suites, " ")
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suites, encoding="unicode") + "\n"
 

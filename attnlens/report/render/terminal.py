@@ -120,7 +120,6 @@ QUESTION_LINES = 3
 
 
 def _answers(findings: Sequence[Finding]) -> Grid:
-    """Build a grid with one row per finding: question, answer and evidence."""
     grid = Grid.grid(padding=(0, 2, 0, 0))
     narrow, wide = LABELS
     fits = all(len(wrap(finding.question, narrow)) <= QUESTION_LINES for finding in findings)
@@ -170,7 +169,10 @@ class FittedTable:
             while len(block) > 1 and used + sum(GAP + width for width in _widths(block)) > options.max_width:
                 count -= 1  # names of groups need more room
                 block = sort_by_group(remaining[:count])
-            yield from _block(names, block, "-" if options.ascii_only else "─")
+            if any(column.group for column in block):
+                indent = sum(width + GAP for width in _widths(names))
+                yield from _group_lines(indent, block, "-" if options.ascii_only else "─")
+            yield _grid([*names, *block])
             remaining = remaining[count:]
             if remaining:
                 yield ""
@@ -199,15 +201,8 @@ def _widths(columns: Sequence[Column]) -> list[int]:
     return widths
 
 
-def _block(names: Sequence[Column], columns: Sequence[Column], rule: str) -> RenderResult:
-    """Yield a table; if columns have groups, lines above it name the group of each run: `weights ────  tokens ────`."""
-    if any(column.group for column in columns):
-        yield from _group_lines(sum(width + GAP for width in _widths(names)), columns, rule)
-    yield _grid([*names, *columns])
-
-
 def _group_lines(indent: int, columns: Sequence[Column], rule: str) -> Iterator[Text]:
-    """Yield the lines that name the groups of columns; a name that is wider than its columns takes several lines."""
+    """Yield lines that name the groups of columns, `weights ────  tokens ────`; wide names take several lines."""
     widths, names = list[int](), list[list[str]]()
     remaining = iter(_widths(columns))
     for group, members in groupby(columns, key=lambda column: column.group):

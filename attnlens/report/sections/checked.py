@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from attnlens.records import BackendCheck, Breach, Check, MaskCheck, Report, Sight
@@ -21,10 +21,9 @@ from attnlens.report.sections.section import (
     build_table,
     section,
 )
-from attnlens.report.shapes import Shapes
+from attnlens.report.shapes import Names, Shapes
 from attnlens.wording import NO_VALUE, SCIENTIFIC, clean, format_count, format_number, format_p
 
-Names = Callable[[int], str]
 SHOWN = 10  # Maximum number of heads listed; --json and --csv contain all
 
 
@@ -59,6 +58,7 @@ def _format_breach(breach: Breach) -> str:
     return f"{now}{before}{chance}"
 
 
+<<<<<<< HEAD
 def _format_found(check: Check) -> str:
     """Format the value that the check compared. If it compared heads individually, format their worst or median value.
 
@@ -71,6 +71,8 @@ def _format_found(check: Check) -> str:
     return NO_VALUE if check.median is None else f"median {number(check.median)}"
 
 
+=======
+>>>>>>> simplify-report
 def number(value: float) -> str:
     """Format a number with four significant digits, or a whole number below 10⁶ with all digits."""
     return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.4g}"
@@ -103,9 +105,13 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         heads = f"{len(check.breaches)} of {check.heads} fail" if check.breaches else str(check.heads)
         without = f", {check.without} without a value" if check.without else ""
         against_baseline = check.id.startswith("baseline: ")
+        # a check of individual heads has no single value, but can have their median
+        found = NO_VALUE if check.median is None else f"median {number(check.median)}"
+        # a check of individual heads has no single value, but can have their median
+        found = NO_VALUE if check.median is None else f"median {number(check.median)}"
         row = {
             "rule": clean(check.subject if against_baseline else check.rule),
-            "found": _format_found(check),
+            "found": found if check.value is None else number(check.value),
             "baseline": None if check.base is None else f"median {number(check.base)}",
             "tolerance": check.wanted.partition("(")[2].rstrip(")") if against_baseline else None,
             "heads": NO_VALUE if check.heads is None else f"{heads}{without}",
@@ -181,7 +187,7 @@ def backend_table(shapes: Shapes, view: View) -> Iterator[Section]:
         for fault in mask.faults[: 1 if view == "screen" else None]
     ]
     if faults:
-        yield Section("Outputs that depend on the wrong tokens", items=tuple(faults))
+        yield Section("Outputs that depend on the wrong tokens", items=faults)
     left_out = [f"{each.backend}: {clean(each.reason or '')}" for each in backends if each.verdict == "not run"]
     left_out += [
         f"{each.backend}, {mask.mask}: {clean(mask.reason)}"
@@ -190,23 +196,25 @@ def backend_table(shapes: Shapes, view: View) -> Iterator[Section]:
         if mask.verdict == "not checked" and mask.reason
     ]
     if left_out:
-        yield Section("Not tested", items=tuple(left_out))
+        yield Section("Not tested", items=left_out)
 
 
 def _property_section(ran: Sequence[BackendCheck], masks: Sequence[str], name: Names) -> Section:
-    """Build the table of tested properties with two columns per backend: verdicts and errors."""
     predicting = any(each.greedy_agreement is not None for each in ran)
     properties = ["outputs", *["same token"] * predicting, *masks]
     columns = [Column("", properties, words=True)]
     for each in ran:
-        mask_checks = {mask.mask: mask for mask in each.masks}
-        verdicts, errors = [describe_outputs(each)], [format_error(each.output_error)]
+        agreement = "agrees" if is_close(each) else "DIFFERS"
+        verdicts = ["rounds" if each.verdict == "rounds" else agreement]
+        errors = [_format_error(each.output_error)]
         if predicting:
-            verdicts.append(format_share(each))
+            share = each.greedy_agreement  # rounded down, so that 100 % means all
+            verdicts.append(NO_VALUE if share is None else f"{math.floor(1000 * share) / 10:g} %")
             errors.append("")
-        for mask in masks:
-            verdicts.append(format_mask(mask_checks[mask], name) if mask in mask_checks else NO_VALUE)
-            errors.append(format_mask_error(mask_checks[mask]) if mask in mask_checks else NO_VALUE)
+        checked = {mask.mask: mask for mask in each.masks if mask.verdict != "not checked"}
+        for mask in map(checked.get, masks):
+            verdicts.append(NO_VALUE if mask is None else _format_mask(mask, name))
+            errors.append(NO_VALUE if mask is None or not mask.error_judged else _format_error(mask.error))
         title = each.backend if each.dtype == "float64" else f"{each.backend} ({each.dtype})"
         columns += [Column(title, verdicts, words=True), Column("error", errors)]
     meaning = "; same token: equal top-1" if predicting else ""
@@ -227,13 +235,6 @@ def is_close(check: BackendCheck) -> bool:
     return check.output_error is not None and check.output_error <= (check.tolerance or 0)
 
 
-def describe_outputs(check: BackendCheck) -> str:
-    """State whether a backend's outputs agree with float64, regardless of the tests of its masks."""
-    if check.verdict == "rounds":
-        return "rounds"
-    return "agrees" if is_close(check) else "DIFFERS"
-
-
 def untested_masks(report: Report) -> list[MaskCheck]:
     """Return the tests of masks that were requested by name but did not run."""
     named = str(report.settings.options.get("masks", "")).split(",")
@@ -241,24 +242,12 @@ def untested_masks(report: Report) -> list[MaskCheck]:
     return [mask for mask in masks if mask.verdict == "not checked" and mask.mask in named]
 
 
-def format_error(error: float | None) -> str:
-    """Format a relative error with one significant digit; `not finite` if it is missing."""
+def _format_error(error: float | None) -> str:
     return "not finite" if error is None else f"{error:.0e}" if error else "0"
 
 
-def format_share(check: BackendCheck) -> str:
-    """Format the share of positions with the same most likely token as float64, rounded down so 100 % means all."""
-    share = check.greedy_agreement
-    return NO_VALUE if share is None else f"{math.floor(1000 * share) / 10:g} %"
-
-
-def format_mask(mask: MaskCheck, name: Names = str) -> str:
-    """Format a mask's verdict or, for a token wrongly seen or missed, the largest fault of the first faulty site.
-
-    `name` returns the name of a layer.
-    """
-    if mask.verdict == "not checked":
-        return NO_VALUE
+def _format_mask(mask: MaskCheck, name: Names) -> str:
+    """Format a mask's verdict or, for a token wrongly seen or missed, the largest fault of the first faulty site."""
     if not mask.faults or mask.faults[0].token is None:
         return "agrees" if mask.verdict == "agrees" else "DIFFERS"
     first = mask.faults[0]
@@ -267,14 +256,7 @@ def format_mask(mask: MaskCheck, name: Names = str) -> str:
     return f"{first.output} {verb} {first.token}{where}"
 
 
-def format_mask_error(mask: MaskCheck) -> str:
-    """Format the error of the outputs in a mask's test; `–` if not tested, or if the verdict ignores the error."""
-    if mask.verdict == "not checked" or not mask.error_judged:
-        return NO_VALUE
-    return format_error(mask.error)
-
-
-def describe_fault(fault: Sight, name: Names = str) -> str:
+def describe_fault(fault: Sight, name: Names) -> str:
     """Describe an output that depends on the wrong tokens: which output, which token, which layer.
 
     `name` returns the name of a layer.
@@ -287,47 +269,28 @@ def describe_fault(fault: Sight, name: Names = str) -> str:
     return f"token {fault.output} {verb} token {fault.token} in {where}"
 
 
-@dataclass(frozen=True)
-class Case:
-    """Test case of a JUnit file: the outcome of a check, or the reason why the test did not run."""
-
-    group: str  # what was tested; the class name in the file
-    name: str
-    outcome: Check | str
+Case = tuple[str, str, Check | str]
+"""Test case of a JUnit file: what was tested (its class name), its name, and the outcome or why it did not run."""
 
 
-def rule_cases(report: Report) -> list[Case]:
-    """Return one test case per rule of a check."""
-    return [Case(check.subject, check.rule, check) for check in report.checks]
-
-
-def doctor_cases(report: Report) -> list[Case]:
-    """Return one test case per site, per backend, and per mask of a backend; tests that did not run have a reason."""
-    cases, name = [], report.model.layer_name
+def doctor_cases(report: Report) -> Iterator[Case]:
+    """Yield one test case per site, per backend, and per mask of a backend; tests that did not run have a reason."""
     for site in report.doctor:
-        if site.verdict == "not checked":
-            cases.append(Case("doctor.sites", site.site, site.reason or ""))
-            continue
         errors = [error for error in (site.tokens_error, site.weights_error) if error is not None]
-        cases.append(_case("doctor.sites", site.site, "the model's attention", site.passed, max(errors, default=None)))
+        check = _check("doctor.sites", site.site, "the model's attention", site.passed, max(errors, default=None))
+        yield "doctor.sites", site.site, (site.reason or "") if site.verdict == "not checked" else check
     for each in report.backends or []:
         group = f"doctor.{each.backend}"
-        if each.verdict == "not run":
-            cases.append(Case(group, "outputs", each.reason or ""))
-        else:
-            wanted = f"outputs as in float64, error at most {each.tolerance or 0:.0e}"
-            cases.append(_case(group, "outputs", wanted, is_close(each), each.output_error))
+        wanted = f"outputs as in float64, error at most {each.tolerance or 0:.0e}"
+        check = _check(group, "outputs", wanted, is_close(each), each.output_error)
+        yield group, "outputs", (each.reason or "") if each.verdict == "not run" else check
         for mask in each.masks:
-            if mask.verdict == "not checked":
-                cases.append(Case(group, mask.mask, mask.reason or ""))
-                continue
-            faults = [describe_fault(fault, name) for fault in mask.faults]
+            faults = [describe_fault(fault, report.model.layer_name) for fault in mask.faults]
             wanted = "; ".join(faults) or mask.reason or "outputs as declared"
-            cases.append(_case(group, mask.mask, wanted, mask.verdict == "agrees", mask.error))
-    return cases
+            check = _check(group, mask.mask, wanted, mask.verdict == "agrees", mask.error)
+            yield group, mask.mask, (mask.reason or "") if mask.verdict == "not checked" else check
 
 
-def _case(group: str, name: str, wanted: str, passed: bool, value: float | None) -> Case:
+def _check(group: str, name: str, wanted: str, passed: bool, error: float | None) -> Check:
     subject = f"{group}: {name}"
-    outcome = Check(id=subject, rule=subject, subject=subject, wanted=wanted, passed=passed, value=value)
-    return Case(group, name, outcome)
+    return Check(id=subject, rule=subject, subject=subject, wanted=wanted, passed=passed, value=error)

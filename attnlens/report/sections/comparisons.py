@@ -32,7 +32,6 @@ from attnlens.wording import (
     title_of,
 )
 
-UNITS = {"perplexity": "perplexity", "BLEU": "BLEU", "accuracy": "accuracy, %"}
 SPEED = "× SDPA: training speed relative to a standard transformer (Eq. 4) with torch's attention, in the same loop."
 ERRORS = "±, p: over seeds, on the same test examples; p: paired by seed, corrected for all pairs of the table (Holm)."
 PUBLISHED = "published: {}; from far larger models and other data, so compare rankings, not values."
@@ -61,7 +60,8 @@ def study_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
                 notes.append(PUBLISHED.format(clean(task.published)))
             kind = "" if task.form in task.name else f" ({task.form})"
             order = "more" if task.higher_is_better else "less"
-            title = clean(f"{task.name}{kind}, {UNITS[task.metric]}, {order} is better")
+            unit = ", %" * (task.metric == "accuracy")
+            title = clean(f"{task.name}{kind}, {task.metric}{unit}, {order} is better")
             lines, table = [*_task_lines(study, task, cells)], _cell_table(task, cells, compared)
             yield Section(title, lines=lines, table=table, notes=notes)
             if any(cell.heads for cell in cells):
@@ -133,7 +133,6 @@ def _best_cells(study: StudyTable, task: StudyColumn, cells: Sequence[StudyCell]
 
 
 def _significant_pairs(study: StudyTable, task: StudyColumn, measure: str) -> Sequence[StudyPair]:
-    """Return a task's pairs of cells that differ significantly by a measure (Holm-corrected p at most LEVEL)."""
     of_measure = [pair for pair in study.pairs if (pair.task, pair.measure) == (task.name, measure)]
     return [pair for pair in of_measure if pair.p_holm is not None and pair.p_holm <= LEVEL]
 
@@ -236,8 +235,7 @@ def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
         return
     yield from _prediction_section(comparison)
     yield from _head_sections(shapes.report, comparison, 16 if view == "terminal" else None)
-    least = tuple(_least_changes(comparison))
-    if least:
+    if least := [*_least_changes(comparison)]:
         yield Section("Smallest detectable changes (probability of detection 80 %; median over heads)", items=least)
 
 

@@ -63,8 +63,7 @@ def _place(name: str) -> float:
     return 0 if name == "loss" else find_measure(name).series or math.inf
 
 
-MOST_STEPS = 8
-"""Maximum number of checkpoints shown as columns; a longer series shows evenly spaced checkpoints."""
+MOST_STEPS = 8  # Maximum number of checkpoints shown as columns; a longer series shows evenly spaced checkpoints
 
 
 def _series_section(experiment: Experiment, *, whole: bool) -> Section:
@@ -108,7 +107,6 @@ def _series_table(experiment: Experiment, measures: Sequence[str]) -> Table:
 
 
 def _quartiles(curve: Curve, decimals: int) -> str:
-    """Format the quartiles over heads at the last checkpoint; `–` if they are unknown."""
     if curve.low is None or curve.high is None or curve.low[-1] is None:
         return NO_VALUE
     return f"{format_number(curve.low[-1], decimals)} … {format_number(curve.high[-1], decimals)}"

@@ -96,7 +96,7 @@ def explorer(shapes: Shapes) -> dict[str, object] | None:
     report = shapes.report
     if not shapes.readings:
         return None
-    places = [shapes.cell(head.layer, head.head) for head in report.heads]
+    places = [*zip(*shapes.cells, strict=True)]
     names = sorted(shapes.readings, key=lambda name: (name != OWN_ROWS, name.split(".")[0] not in COMPARED))
     sections = zip(report.inspection.selections, selections(shapes, "page"), strict=True)
     return {
@@ -126,11 +126,11 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
     from attnlens.report.pictures import maps
 
     heads = shapes.report.heads
-    info, cells = reading.info, tuple(np.array([shapes.cell(head.layer, head.head) for head in heads]).T)
+    info = reading.info
     why = [missing_reason(head, reading.name) for head in heads]
 
     def pack(values: Float[np.ndarray, "layers heads"], digits: int) -> Numbers:
-        return [] if np.isnan(values).all() else round_significant(values[cells], digits)
+        return [] if np.isnan(values).all() else round_significant(values[shapes.cells], digits)
 
     reasons = list(dict.fromkeys(filter(None, why)))
     return {
@@ -141,7 +141,7 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
         "formula": clean(info.formula),
         "caution": clean(info.caution),
         "decimals": decimals_with_error(reading.present.tolist(), reading.error),  # −1: scientific notation
-        "values": round_significant(reading.values[cells], VALUE_DIGITS),
+        "values": round_significant(reading.values[shapes.cells], VALUE_DIGITS),
         "errors": pack(reading.errors, ERROR_DIGITS),  # empty if no head has an error
         "null_means": pack(reading.null_means, VALUE_DIGITS),
         "null_sds": pack(reading.null_sds, ERROR_DIGITS),
@@ -183,9 +183,7 @@ def _curve(shapes: Shapes, name: str) -> dict[str, object]:
     parts = maps.groups_by_part(shapes, name)
     medians = [part.quartiles[1] for part in parts]
     return {
-        "name": clean(name),
         "title": title_of(name) + (f" of {clean(info.matrix)}" if info.matrix else ""),
-        "group": source_of(name),
         "meaning": clean(info.meaning),
         "formula": clean(info.formula),
         "axis": "index k" if info.steps == "index" else clean(info.steps),

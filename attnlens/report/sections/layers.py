@@ -101,13 +101,12 @@ def _head_column(
 ) -> Column:
     heads = shapes.report.heads
     cells = []
-    marks = [MARKS[int(sign)] for sign in signs.get(reading.name, np.zeros(len(heads)))]
     decimals = decimals_with_error(reading.present.tolist(), reading.error)
-    for at in (shapes.cell(head.layer, head.head) for head in heads):
-        value, error = float(reading.values[at]), float(reading.errors[at])
+    numbers = zip(reading.values[shapes.cells].tolist(), reading.errors[shapes.cells].tolist(), strict=True)
+    for (value, error), sign in zip(numbers, signs.get(reading.name, [0] * len(heads)), strict=True):
         named = reading.labels and not np.isnan(value)
-        cells.append(clean(reading.labels[round(value)]) if named else _with_error(value, error, decimals))
-    cells = [f"{cell}{mark}" for cell, mark in zip(cells, marks, strict=True)]
+        text = clean(reading.labels[round(value)]) if named else _with_error(value, error, decimals)
+        cells.append(text + MARKS[int(sign)])
     reasons = [missing_reason(head, reading.name) for head in heads]
     mean, _, sd = null_cell(*reading.null).partition(" ± ") if reading.null else ("", "", "")
     foot = (mean, f"±{sd}" if sd else "") if nulls else ()

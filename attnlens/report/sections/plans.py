@@ -196,7 +196,6 @@ def healing_lines(record: Healing) -> list[str]:
 
 
 def _count(number: int, noun: str) -> str:
-    """Format a count: `1 token`, `5,000 tokens`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
@@ -214,7 +213,6 @@ def _stage(stage: HealingTraining) -> str:
 
 
 def _rate(value: float) -> str:
-    """Format a learning rate: 1e-3."""
     return f"{value:.0e}".replace("e-0", "e-")
 
 
@@ -314,7 +312,6 @@ def prediction_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _prediction_help(swaps: Sequence[Swap]) -> str:
-    """Explain the table of predictors and its limits."""
     predictions = [swap.prediction for swap in swaps if swap.prediction is not None]
     measures = " or ".join(dict.fromkeys(str(prediction.measures) for prediction in predictions))
     text = (

@@ -27,8 +27,7 @@ from attnlens.records.architectures import Architecture
 from attnlens.report.sections.section import Section, Table, build_table
 from attnlens.wording import NO_VALUE, clean, join_items, short, source_of
 
-DEMO_HEADS = Path(__file__).parent.parent / "demo_heads.json"
-"""File of `demo_heads`, made by training/demo_heads.py."""
+DEMO_HEADS = Path(__file__).parent.parent / "demo_heads.json"  # File of `demo_heads`, made by training/demo_heads.py
 SYNONYMS = {  # Words that users search for → measure
     **dict.fromkeys(("sink", "sinks", "first token"), "tokens.share_first"),
     **dict.fromkeys(("peaked", "peakedness", "collapse"), "tokens.entropy"),
@@ -51,8 +50,8 @@ TERMS = {  # Term used on screens and in reports → explanation
     "significant": "Differs from chance, or from a threshold, after correction for the number of heads and measures "
     "(false-discovery rate, Benjamini & Hochberg 1995). --fdr sets the rate of `compare`.",
     "p and q": "p is the probability of a difference at least this large if chance alone were at work. q is p "
-    "corrected for all heads and measures: the smallest false-discovery rate at which the difference counts as significant "
-    "(Benjamini & Hochberg 1995).",
+    "corrected for all heads and measures: the smallest false-discovery rate at which the difference counts as "
+    "significant (Benjamini & Hochberg 1995).",
     "windows": "Sequences of consecutive tokens that the model reads at once: --windows sets their number, --length "
     "their length, and --placement whether they are spread over the text or taken from its beginning.",
     "verified": "attnlens recomputes attention from queries and keys, runs the model with it, and states by how much "
@@ -197,7 +196,6 @@ def _folded_table(rows: Sequence[Mapping[str, str]], numbers: Collection[str] = 
 
 
 def _join_lines(first: str, *others: str) -> str:
-    """Join `first` and the texts of `others` that are not empty, one per line."""
     return "\n".join(map(clean, (first, *filter(None, others))))
 
 
@@ -271,7 +269,6 @@ def kernel_pages() -> dict[str, Section]:
 
 
 def _default_measures() -> set[str]:
-    """Return the names of the measures of the default analyzers."""
     return {info.name for analyzer in list_analyzers() if analyzer.by_default for info in analyzer.measures}
 
 
@@ -309,16 +306,9 @@ def demo_heads() -> dict[str, list[tuple[int, int, float]]]:
     return entries
 
 
-def _example(name: str) -> str:
-    """Name the heads of `demo` with the smallest and the largest value of a measure; return "" if they are unknown."""
-    ends = zip(("smallest", "largest"), demo_heads().get(name, ()), strict=False)
-    return ", ".join(f"{which} {short(value)} (layer {layer} head {head})" for which, (layer, head, value) in ends)
-
-
 def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Section:
     error = ONCE if isinstance(analyzer, Gathering) else SAMPLED
     error = "none: a curve is the mean over windows" if info.curve else error
-    error = EXACT if analyzer.source == "weights" else error
     wholes = [
         [measure.name for measure in analyzer.measures if whole in measure.wholes and measure is not info]
         for whole in info.wholes
@@ -327,7 +317,7 @@ def _measure_section(info: MeasureInfo, analyzer: Analyzer | Gathering) -> Secti
     needs_base = isinstance(analyzer, Analyzer) and analyzer.needs_base
     runs = f"{'if the model has an adapter, or' if needs_base else 'only'} with --analyzer {analyzer.name}"
     facts = {
-        "error": error,
+        "error": EXACT if analyzer.source == "weights" else error,
         "null": null_words([info]) if has_null and not info.curve else "none",
         "sums to 1": "; ".join(f"with {', '.join(parts)}" for parts in wholes),
         "analyzer": f"{analyzer.name}: {analyzer.question}",
@@ -352,10 +342,12 @@ def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> S
     steps = f"; each {bounds(info)}" if info.curve else ""
     reason = f"if {info.missing}" if info.missing != MeasureInfo.missing else "the report states the reason"
     low, high = info.scale
+    ends = zip(("smallest", "largest"), demo_heads().get(info.name, ()), strict=False)
+    examples = [f"{which} {short(value)} (layer {layer} head {head})" for which, (layer, head, value) in ends]
     first = {
         "low": low,
         "high": high,
-        "in demo": _example(info.name),
+        "in demo": ", ".join(examples),
         "what to do": info.use,
         "formula": info.formula,
         "range": range_of(info) + steps,

@@ -56,14 +56,14 @@ PARAMETERS = {  # Fitted parameter → its name in words, if different
 }
 
 
-def format_figures(number: float | None, count: int = 3) -> str:
-    """Format a number with `count` significant digits, or `–` for None."""
-    return NO_VALUE if number is None else format_number(number, decimals_for([number], count))
+def format_figures(number: float | None) -> str:
+    """Format a number with three significant digits, or `–` for None."""
+    return NO_VALUE if number is None else format_number(number, decimals_for([number]))
 
 
-def percent(share: float | None, decimals: int = 0) -> str:
+def percent(share: float | None) -> str:
     """Format a share as a percentage, `27.6 %`, or `–` for None."""
-    return NO_VALUE if share is None else f"{format_number(100 * share, decimals)} %"
+    return NO_VALUE if share is None else f"{format_number(100 * share, 1)} %"
 
 
 def loss_decimals(changes: Sequence[Change]) -> int:
@@ -207,15 +207,13 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
 
     def format_outcome(outcome: Outcome) -> dict[str, str]:
         kl, record, agreement = outcome.kl, outcome.beyond_window, outcome.agreement
-        cells = (
-            _loss_cells(outcome.loss, outcome.perplexity, decimals, destroyed=outcome.destroyed)
-            if judged_by == "loss"
-            else {}
-        )
+        cells: dict[str, str] = {}
+        if judged_by == "loss":
+            cells = _loss_cells(outcome.loss, outcome.perplexity, decimals, destroyed=outcome.destroyed)
         cells["KL"] = format_figures(kl)
         if judged_by == "kl":
             cells["95 % interval"] = interval(outcome.kl_ci95, decimals_for([kl or 0.0], 3))
-        cells["top-1"] = percent(outcome.top1_agreement, 1)
+        cells["top-1"] = percent(outcome.top1_agreement)
         if judged_by != "loss" or single:
             cells["hidden cosine"] = format_number(outcome.hidden_cosine, 3)
             if judged_by == "hidden":
@@ -223,11 +221,10 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
             cells["CKA"] = format_number(outcome.hidden_cka, 3)
         window = f" (> {record.window})" if several and record is not None else ""
         cells["Δ beyond"] = format_number(record.change.delta, beyond_decimals) + window if record else NO_VALUE
+        cells["greedy"] = NO_VALUE
         if agreement:
             never = agreement.median >= agreement.tokens  # half of the continuations never differ
             cells["greedy"] = f"≥ {agreement.tokens}" if never else f"{agreement.median:.0f}"
-        else:
-            cells["greedy"] = NO_VALUE
         if isinstance(outcome, Swap):
             times = ratio(outcome.tokens_per_second)
             cells["speed"] = NO_VALUE if times is None else f"× {format_number(times, 2)}"
@@ -245,7 +242,6 @@ def _outcome_table(swaps: Sequence[Swap]) -> Table:
 def _loss_cells(
     loss: Change | None, perplexity: Change | None, decimals: int, *, destroyed: bool = False
 ) -> dict[str, str]:
-    """Build the cells of a loss: value, change, perplexity, rise in the perplexity; both changes with intervals."""
     rise, ends = format_rise(loss, perplexity, destroyed=destroyed)
     return {
         "loss": format_number(getattr(loss, "after", None), decimals),
@@ -341,7 +337,7 @@ def _off_simplex(swap: Swap) -> list[str]:
     """State the share of the attention weight that is negative; return [] if the share is 0 or unknown."""
     if not (share := swap.off_simplex):
         return []
-    text = percent(share, 1) if share >= 5e-4 else "Less than 0.1 %"
+    text = percent(share) if share >= 5e-4 else "Less than 0.1 %"
     return [f"{text} of the attention weight is negative, outside the simplex."]
 
 
@@ -391,7 +387,7 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
                 "part": site.part,
                 "heads": join_items(site.heads, 8),
                 "output error": format_figures(site.output_error),
-                "off simplex": percent(site.off_simplex, 1) if any(site.off_simplex for site in swap.sites) else None,
+                "off simplex": percent(site.off_simplex) if any(site.off_simplex for site in swap.sites) else None,
                 "path": clean(site.path),
                 "site": clean(site.site),
             }
@@ -430,7 +426,6 @@ def swap_rows(report: Report) -> list[dict[str, Cell]]:
 
 
 def _outcome_row(swap: Swap, stage: str, control: str, state: float | None, outcome: Outcome) -> dict[str, Cell]:
-    """Build the row of a stage or control of a kernel; a control has no speed, memory or off-simplex share."""
     costs: dict[str, Cell] = {"off_simplex": None if control else swap.off_simplex}
     for name in ("tokens_per_second", "peak_memory_bytes"):
         pair = getattr(swap, name)
@@ -455,7 +450,6 @@ def _outcome_row(swap: Swap, stage: str, control: str, state: float | None, outc
 
 
 def _effect_row(swap: Swap, effect: Effect, place: int) -> dict[str, Cell]:
-    """Build the row of a swept head or layer: its effect, and its values of the predictors, if any."""
     where = {name: getattr(effect, name) for name in ("layer", "head", "part", "delta")}
     tests = {name: getattr(effect, name) for name in ("p_value", "significant")}
     predictors = sorted(swap.predictors, key=lambda predictor: predictor.measure)

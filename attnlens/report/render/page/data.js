@@ -46,7 +46,6 @@ function short(number) {
 }
 
 const measureOf = (name) => (data ? data.measures.find((measure) => measure.name === name) : undefined);
-const full = (measure) => (measure.group ? `${measure.title} (${measure.group})` : measure.title);
 
 function valueText(measure, head) {
   const value = measure.values[head];
