@@ -200,19 +200,11 @@ def _reference_finding(experiment: Experiment) -> Finding:
 
 def _hardening_finding(experiment: Experiment) -> Finding:
     """State the weight that a head, and its SVM, give the selected token: e^−KL, with the KL of hard selection."""
-<<<<<<< HEAD
-    head, svm = (experiment.final.get(name) for name in (SOFT, SOFT_SVM))
-    answer = "Unknown."
-    if head is not None:
-        scope = "median over the SVM's queries; 100 %: hard selection"
-        answer = f"The selected token gets {_weight(head)} of the weight ({scope})."
-    evidence = "" if svm is None else f"With its SVM's scores, scaled to the head's norm: {_weight(svm)}."
-=======
     kls = [experiment.final.get(name) for name in (SOFT, SOFT_SVM)]
     head, svm = (None if kl is None else f"{100 * math.exp(-kl):.3g} %" for kl in kls)
-    answer = f"The selected token gets {head} of the weight (median over queries; 100 %: hard selection)."
+    scope = "median over the SVM's queries; 100 %: hard selection"
+    answer = f"The selected token gets {head} of the weight ({scope})."
     evidence = f"With its SVM's scores, scaled to the head's norm: {svm}." if svm else ""
->>>>>>> simplify-report
     name = clean(experiment.name).partition(",")[0].capitalize()
     return Finding(
         question=f"{name}: how hard does it select?", answer=answer if head else "Unknown.", evidence=evidence

@@ -58,7 +58,6 @@ def _format_breach(breach: Breach) -> str:
     return f"{now}{before}{chance}"
 
 
-<<<<<<< HEAD
 def _format_found(check: Check) -> str:
     """Format the value that the check compared. If it compared heads individually, format their worst or median value.
 
@@ -71,8 +70,6 @@ def _format_found(check: Check) -> str:
     return NO_VALUE if check.median is None else f"median {number(check.median)}"
 
 
-=======
->>>>>>> simplify-report
 def number(value: float) -> str:
     """Format a number with four significant digits, or a whole number below 10⁶ with all digits."""
     return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.4g}"
@@ -105,13 +102,9 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         heads = f"{len(check.breaches)} of {check.heads} fail" if check.breaches else str(check.heads)
         without = f", {check.without} without a value" if check.without else ""
         against_baseline = check.id.startswith("baseline: ")
-        # a check of individual heads has no single value, but can have their median
-        found = NO_VALUE if check.median is None else f"median {number(check.median)}"
-        # a check of individual heads has no single value, but can have their median
-        found = NO_VALUE if check.median is None else f"median {number(check.median)}"
         row = {
             "rule": clean(check.subject if against_baseline else check.rule),
-            "found": found if check.value is None else number(check.value),
+            "found": _format_found(check),
             "baseline": None if check.base is None else f"median {number(check.base)}",
             "tolerance": check.wanted.partition("(")[2].rstrip(")") if against_baseline else None,
             "heads": NO_VALUE if check.heads is None else f"{heads}{without}",
