@@ -1,4 +1,4 @@
-"""Tests the measures of factored matrices against those of the dense matrices that they stand for."""
+"""Tests the measures of factored matrices against those of the formed matrices."""
 
 import math
 
@@ -152,7 +152,7 @@ def dense_symmetry(matrix):
 
 
 def direction_of(norms):
-    """Of the norms of rows and of columns, the share of those far above their mean."""
+    """The directionality for the norms of rows and of columns."""
     above = [torch.where(n > n.mean(-1, True) + 2 * n.std(-1, keepdim=True), n, 0).sum(-1) for n in norms]
     whole = above[0] + above[1]
     return torch.where(whole > 0, (above[0] - above[1]) / whole, 0)

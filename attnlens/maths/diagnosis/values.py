@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import ROUNDING, SINGLE
-from attnlens.maths.diagnosis.steps import Fit, Pair, show_factor
-from attnlens.wording import format_spans
+from attnlens.maths.diagnosis.layer import ROUNDING, SINGLE, Fit, Pair, show_factor
+from attnlens.wording import format_count, format_spans
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -333,7 +332,6 @@ def _list_groups(first: Tensor, second: Tensor) -> Iterator[tuple[str, Tensor, T
 
 
 def _ungroup(groups: Tensor, where: str, pair: Pair) -> Tensor:
-    """Return grouped values in the shape of the part."""
     rows = groups.T if where == COLUMNS else groups.reshape(-1, _as_rows(pair.second, pair).shape[1])
     return _from_rows(rows, pair)
 
@@ -353,6 +351,9 @@ def _from_rows(rows: Tensor, pair: Pair) -> Tensor:
         return rows.reshape(pair.second.shape)
     heads, size, width = pair.second.shape
     return rows.reshape(width, heads, size).permute(1, 2, 0)
+
+
+TRAINED = 0.1  # largest ‖b − a‖/‖a‖ of a row or column that counts as trained; replaced rows differ by more
 
 
 def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
@@ -375,22 +376,13 @@ def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
             places = torch.tensor(pair.heads)[places.cpu() // size] * size + places.cpu() % size
         several = "s" if len(places) > 1 else ""
         text = f"{{parts}} changed in {len(places)} {kind}{several} only: {format_spans(places.tolist())}"
-        if _are_trained(first, second, changed.any(1 - axis), axis):
-            yield Fit(
-                f"{kind}s trained", f"{text} (by at most a tenth of their size, as in training)", None, pair.second
-            )
+        before, after = (part.double().movedim(axis, 0)[changed.any(1 - axis)] for part in (first, second))
+        if bool(((after - before).norm(dim=1) <= TRAINED * before.norm(dim=1)).all()):
+            text += " (by at most a tenth of their size, as in training)"
+            yield Fit(f"{kind}s trained", text, None, pair.second)
         else:
             yield Fit(f"{kind}s replaced", text, f"copy the {kind}{several} from the first model", pair.second)
         return
-
-
-TRAINED = 0.1  # largest ‖b − a‖/‖a‖ of a row or column that counts as trained; replaced rows differ by more
-
-
-def _are_trained(first: Tensor, second: Tensor, changed: Tensor, axis: int) -> bool:
-    """Return True if each changed row (axis 0) or column (axis 1) moved by at most a tenth of its length."""
-    before, after = (part.double().movedim(axis, 0)[changed] for part in (first, second))
-    return bool(((after - before).norm(dim=1) <= TRAINED * before.norm(dim=1)).all())
 
 
 def propose_factors(pair: Pair) -> Iterator[Fit]:
@@ -515,10 +507,7 @@ def _adapted_grid(rows: Sequence[Tensor], levels: Tensor, grid: Grid, where: str
     updated = first + update * by_row
     grouped = updated.T if where == COLUMNS else updated.reshape(levels.shape)
     near = (grouped - levels).abs() <= 1.5 * grid.step
-    text = f"{{parts}} changed by an update of rank {{number}}, then quantised to {_count_bits(grid.bits)} {where}"
+    bits = format_count(grid.bits, "bit")
+    text = f"{{parts}} changed by an update of rank {{number}}, then quantised to {bits} {where}"
     predicted = _ungroup(torch.where(near, levels, grid.nearest(grouped)), where, pair)
-    yield Fit(f"rank {{number}} update, quantised to {_count_bits(grid.bits)}", text, None, predicted, number=rank)
-
-
-def _count_bits(bits: int) -> str:
-    return f"{bits} bit" if bits == 1 else f"{bits} bits"
+    yield Fit(f"rank {{number}} update, quantised to {bits}", text, None, predicted, number=rank)
