@@ -152,24 +152,6 @@ def test_golden_solutions():
     assert other.status == "infeasible" or abs(other.norm - case["fro_norm"]) > 1e-2, "control: another choice"
 
 
-def test_prompts_have_the_published_norms():
-    """Tarzanagh et al. (NeurIPS 2023), several inputs: ½‖p‖² = 0.3131888; two coordinates alone give 0.3713783."""
-    triple = [[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]]
-    pairs = [[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, -1.0]], [[0.0, 0.0], [0.5, 1.0]]]
-    for tokens, chosen, half in ((triple, [0], 0.4950495), (triple, [1], 0.5), (pairs, [1, 1, 1], 17 / 18)):
-        answer = solve(attsvm.prompt(torch.tensor(tokens).double(), torch.tensor(chosen)))
-        assert answer.norm**2 / 2 == pytest.approx(half, abs=1e-6)
-        assert answer.W.shape == (2, 1)
-    tokens = torch.randn(3, 7, 3, generator=torch.Generator().manual_seed(0)) * 0.2
-    tokens[:, 0] += torch.tensor([1.0, 0.0, 0.0])
-    tokens[:, 1:4] += torch.tensor([-1.0, 1.0, 0.0])
-    tokens[:, 4:] += torch.tensor([-0.5, -0.5, 0.0])
-    tokens[:, 0, -1], tokens[:, 1:, -1] = 1.0, 0.5
-    first = torch.zeros(3, dtype=torch.long)
-    norms = [solve(attsvm.prompt(keys.double(), first)).norm for keys in (tokens, tokens[..., :2])]
-    assert [norm**2 / 2 for norm in norms] == pytest.approx([0.3131888, 0.3713383], abs=1e-7)
-
-
 def test_norm_is_that_of_a_general_solver():
     for problem in (*map(drawn, range(2)), *map(varied, range(4)), drawn(2, n=16, length=17, d=16)):
         answer = optimum(problem)

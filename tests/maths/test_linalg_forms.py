@@ -138,6 +138,7 @@ def test_zero_matrices_and_cross_attention():
     heads = query_key(torch.zeros(2, 10, 3), random(2, 10, 3).float())
     form = linalg.Form(heads)
     assert form.norm.tolist() == [0, 0]
+    assert (form.singular_values == 0).all()
     assert [part.tolist() for part in form.inertia] == [[0, 0], [0, 0]]
     assert all(each.isnan().all() for each in (form.definiteness, form.positivity, linalg.symmetry(form)))
     crossed = query_key(random(3, 20, 4), random(3, 12, 4, seed=1), part="cross")
