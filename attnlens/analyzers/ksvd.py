@@ -182,6 +182,5 @@ def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
 
 
 def _cumulative_curves(matrix: str, values: Float[Tensor, "*batch heads steps"]) -> Readings:
-    """Compute the cumulative curves of a matrix's singular values and of their squares."""
     powers = {"spectrum": values, "energy": values.square()}
     return {f"ksvd.{matrix}_{name}": linalg.cumulative(part) for name, part in powers.items()}

@@ -158,16 +158,15 @@ class Analyzer(Named):
         curves, heads = {info.name: info.curve for info in self.measures}, tuple(query_key.query.shape[:-2])
         for name, reading in readings.items():
             if name not in curves:
-                problem = f"The analyzer {self.name} returns {name!r}, but declares only {', '.join(curves)}."
-                raise UsageError(problem, remedy)
-            if not isinstance(reading, torch.Tensor):
-                problem = f"The analyzer {self.name} returns {name} as {type(reading).__name__} instead of a tensor."
-                raise UsageError(problem, remedy)
-            shape = tuple(reading.shape)
-            if (shape[:-1] if curves[name] else shape) != heads:
+                problem = f"returns {name!r}, but declares only {', '.join(curves)}"
+            elif not isinstance(reading, torch.Tensor):
+                problem = f"returns {name} as {type(reading).__name__} instead of a tensor"
+            elif tuple(reading.shape[:-1] if curves[name] else reading.shape) != heads:
                 expected = f"{heads} and an axis of steps" if curves[name] else heads
-                problem = f"The analyzer {self.name} returns {name} of shape {shape}; expected {expected}."
-                raise UsageError(problem, remedy)
+                problem = f"returns {name} of shape {tuple(reading.shape)}; expected {expected}"
+            else:
+                continue
+            raise UsageError(f"The analyzer {self.name} {problem}.", remedy)
         return readings
 
 
@@ -302,7 +301,6 @@ def select_adapter_analyzers(source: Sources) -> list[Analyzer]:
 
 
 def _plain_analyzers() -> list[Analyzer]:
-    """Return the analyzers that are not gatherings."""
     return [entry for entry in list_analyzers() if isinstance(entry, Analyzer)]
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from itertools import islice, product
+from itertools import product
 from typing import TYPE_CHECKING
 
 from attnlens import records
@@ -216,10 +216,10 @@ class Selector:
             measures = {info.name: nothing for info in MEASURES if not info.curve and info is not DECIDED}
             return {head: Answer(dict(measures), {DECIDED.name: self.shares[head]}) for head in sorted(self.shares)}
         heads = [head for head in sorted(self.shares) if any(head in stored.place_of for stored in self.stored)]
-        solved = iter(
-            linalg.map_in_pool(self._solve_task, list(product(heads, (None, *range(NULL_DRAWS["rotations"])))))
-        )
-        return {head: self._answer(head, next(solved), list(islice(solved, NULL_DRAWS["rotations"]))) for head in heads}
+        draws = (None, *range(NULL_DRAWS["rotations"]))  # None: the head itself
+        solved = linalg.map_in_pool(self._solve_task, list(product(heads, draws)))
+        by_head = [solved[start : start + len(draws)] for start in range(0, len(solved), len(draws))]
+        return {head: self._answer(head, *solutions) for head, solutions in zip(heads, by_head, strict=True)}
 
     def scenes(self, head: int) -> list[Scene]:
         """Return the stored sequences as one head sees them, in the first space."""
@@ -234,7 +234,6 @@ class Selector:
         return next(self._solve_spaces(head, None))[2]
 
     def _read_parts(self, query_key: QueryKey, sequence: int) -> StoredSequence:
-        """Return the parts of a sequence that are needed to build the heads' problems."""
         count, keys = len(query_key.heads), query_key.key.shape[-2]
         masks = query_key.allowed
         masks = torch.ones(1, query_key.query.shape[-2], keys).bool() if masks is None else masks[0].cpu()
@@ -296,7 +295,7 @@ class Selector:
             for space, chosen, nearness in self._solve_spaces(head, draw)
         }
 
-    def _answer(self, head: int, solutions: SolvedBySpace, draws: Sequence[SolvedBySpace]) -> Answer:
+    def _answer(self, head: int, solutions: SolvedBySpace, *draws: SolvedBySpace) -> Answer:
         """Build a head's answer from its solutions and those of its null."""
         site, first = self.place.site, self.spaces[0]
         measures = {info.name: _measure(info.name.partition(".")[2], solutions[first]) for info in PROBLEM_MEASURES}
@@ -363,12 +362,10 @@ def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> recor
 
 
 def _to_storage(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Move a tensor to main memory, in float32 or better."""
     return tensor.detach().cpu().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _scaled_identity(size: int, scale: float) -> FactoredForm:
-    """Return the form s·I, where s is `scale` and I has `size` rows."""
     unit = torch.eye(size, dtype=torch.float64)
     return head_svm.FactoredForm(unit, scale * unit)
 

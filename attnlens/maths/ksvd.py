@@ -245,7 +245,6 @@ def matrix_residual(solution: Dual, matrix: Float[Tensor, "*batch n m"]) -> PerH
 
 
 def _residual(solution: Dual, through_right: Left, through_left: Right) -> PerHead:
-    """Compute the relative residual from K H_r and Kᵀ H_e."""
     squares: Tensor = (through_right - solution.e).square().sum((-2, -1))
     squares = squares + (through_left - solution.r).square().sum((-2, -1))
     return (squares / (2 * solution.values.square().sum(-1))).sqrt()

@@ -1,4 +1,4 @@
-"""Tests how many features a head's attention needs, against loops, and two networks that learn a planted kernel."""
+"""Tests the number of features that attention needs, against loops, and two networks that learn a planted kernel."""
 
 import itertools
 import math
@@ -88,7 +88,7 @@ def test_the_order_rises_with_the_logits_and_terms_of_the_query_move_it_and_not_
 
 
 def test_float64_is_enough_for_every_order():
-    """Exact fractions give the same order where the alternating sum loses most."""
+    """Exact fractions give the same order for scores at which the alternating sum loses most digits."""
     logits = [0.0, -5.0, -12.0, -18.0, -24.0, -30.0]
     own = torch.tensor(logits).double().exp()
 
@@ -103,7 +103,7 @@ def test_float64_is_enough_for_every_order():
 
 
 def classes(count, **rest):
-    """Token t is of class t mod count, and attends to its class alone: `count` distinct rows of exp scores."""
+    """Token t has the class t mod count and attends only to its class: exp of the scores has `count` distinct rows."""
     unit = torch.eye(count, dtype=torch.float64)[torch.arange(24) % count][None]
     return query_key(40.0 * unit, unit, "tokens", scale=1.0, **rest)
 

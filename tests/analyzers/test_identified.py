@@ -1,4 +1,4 @@
-"""Tests that measures called identified depend on the attention alone: gauges, hidden pairs, mirrored heads."""
+"""Tests that identified measures depend on attention alone: gauges, hidden pairs, mirrored heads."""
 
 import itertools
 from dataclasses import replace
@@ -26,18 +26,18 @@ ANALYZERS = [entry for entry in registry.list_analyzers() if isinstance(entry, r
 OF_TOKENS = [entry for entry in ANALYZERS if entry.source == "tokens"]
 MEASURES = [(entry, info) for entry in OF_TOKENS for info in entry.measures]
 CERTIFICATES = ("ksvd.residual", "ksvd.objective")
-"""Rounding errors: other queries and keys need not change them."""
+"""Measures of rounding errors, which other queries and keys need not change."""
 
 
 def heads(mask):
-    """Three heads with structure, so that no share is 0 or 1."""
+    """Three heads whose shares are neither 0 nor 1."""
     allowed = None if MASKS[mask] is None else MASKS[mask].expand(2, 1, N, N)
     query, key = random(2, 3, N, 4) + 0.4, random(2, 3, N, 4, seed=1) + 0.2
     return query_key(query, key, "tokens", scale=0.6, allowed=allowed, value=random(2, 3, N, 5, seed=2))
 
 
 def with_other_scores(mask):
-    """The same attention: the model adds a_i for each query, and anything where the mask hides."""
+    """The same attention: the position bias adds a_i for each query, and arbitrary numbers at hidden pairs."""
     plain = heads(mask)
     bias = 1e3 * random(2, 3, N, 1, seed=3).expand(2, 3, N, N)
     hidden = torch.zeros_like(bias) if plain.allowed is None else 9 * random(2, 3, N, N, seed=4) * ~plain.allowed
@@ -45,7 +45,7 @@ def with_other_scores(mask):
 
 
 def of_content(qk):
-    """The same scores, with what the model adds written as coordinates: ⟨bias_i, e_j⟩."""
+    """The same scores, with the position bias as additional coordinates: ⟨bias_i, e_j⟩."""
     lead, n = qk.query.shape[:-2], qk.query.shape[-2]
     query = torch.cat([qk.query, qk.bias.expand(*lead, n, n) / qk.scale], -1)
     unit = torch.eye(n, dtype=torch.float64).expand(*qk.key.shape[:-2], n, n)
@@ -70,7 +70,7 @@ def readings(name, mask, kind):
 
 
 def apart(entry, info, mask, kind):
-    """The largest difference from the plain heads; values are missing for both or for neither."""
+    """The largest difference from the plain heads; the same values must be missing."""
     first, second = (readings(entry.name, mask, which)[info.name] for which in ("plain", kind))
     assert torch.equal(first.isnan(), second.isnan())
     return float((first - second).abs().nan_to_num().max())
@@ -84,7 +84,7 @@ def test_these_heads_have_the_same_attention_and_other_scores():
 
 
 @pytest.mark.parametrize(("entry", "info"), MEASURES, ids=[info.name for _, info in MEASURES])
-def test_measures_called_identified_depend_on_the_attention_alone(entry, info):
+def test_identified_measures_depend_on_attention_alone(entry, info):
     # the cosines of KSVD are those of the vectors, and no Taylor order suffices for scores of a thousand
     kinds = ["scores", "keys", *["content"] * (not info.name.startswith(("ksvd.", "features.taylor")))]
     if info.identified != "nowhere":
@@ -93,10 +93,12 @@ def test_measures_called_identified_depend_on_the_attention_alone(entry, info):
             if info.identified == "all pairs":
                 assert readings(entry.name, mask, "plain")[info.name].isnan().all() == (mask != "all")
     elif info.name not in CERTIFICATES:
-        assert max(apart(entry, info, "causal", kind) for kind in kinds) > 1e-3, "called so in vain"
+        assert max(apart(entry, info, "causal", kind) for kind in kinds) > 1e-3, "the measure is identified"
 
 
-def test_measures_that_are_not_identified_say_so_and_lead_nowhere():
+def test_measures_that_are_not_identified_say_so_and_are_not_headlines():
+    for info in registry.measure_infos().values():
+        assert ("(not identified)" in info.meaning) == (info.identified == "nowhere"), info.name
     infos = {info.name: info for _, info in MEASURES if info.identified == "nowhere"}
     assert {"extended.share_skew", "ksvd.rank90", "ksvd.value_alignment", "ksvd.asymmetry"} <= set(infos)
     assert not any(name.startswith("tokens.") for name in infos)
@@ -205,8 +207,6 @@ def test_a_causal_model_has_the_identified_shares_and_the_reason_for_the_others(
     alone = Shapes(attnlens.inspect(demo, source="tokens", windows=1, length=16, analyzers="extended"))
     panel = page_rows(alone)[0][0]
     assert (panel.stem, panel.title) == ("extended.kernel_shares", "kernel shares (not identified)")
-    for info in registry.measure_infos().values():
-        assert ("(not identified)" in info.meaning) == (info.identified == "nowhere"), info.name
 
 
 def test_cross_attention_has_shares_of_keys_and_of_pairs():

@@ -34,7 +34,7 @@ VALUES = ("efficiency", "svm_cosine", "efficiency_q05")
 
 @pytest.fixture
 def _few_draws(monkeypatch):
-    """For tests whose subject is not the null: its draws take most of the time."""
+    """Few draws of the null, which take most of the time, for tests that do not check the null."""
     monkeypatch.setattr("attnlens.analyzers.selection.NULL_DRAWS", {"rotations": 2})
 
 
@@ -199,7 +199,7 @@ def test_larger_sets_are_the_fewest_tokens_of_the_share_and_pose_equalities_besi
 
 
 def test_margins_in_sets_are_those_without_the_finite_part_and_may_be_negative():
-    """M scores what it selects above the rest; M − W_fin need not, which is why the margin has no least value."""
+    """M scores selected tokens above the others, but M − W_fin need not: margins have no lower limit."""
     seen, form = scenes(2, 6, 16), dense(random(16, 16, seed=3) / 160)
     chosen, near = solved(seen, form, most=4, top_p=0.6)
     M = form.left @ form.right.mT
@@ -401,7 +401,7 @@ def test_each_space_equals_its_dense_computation_and_they_disagree():
 
 @few_draws
 def test_the_projected_space_of_a_bilinear_head_is_that_of_its_queries_and_keys_alone():
-    """A head with a form on inputs answers the projected question as one without, null included."""
+    """A head with a form on inputs has the projected measures, and their null, of a head without one."""
     keys, form = bilinear(count=3, heads=2, n=8, seed=2, allowed=torch.ones(1, 1, 8, 8).bool().tril())
     both, alone = gather(keys, form), gather(keys, "it turns with its position")
     for head in range(2):
@@ -420,7 +420,7 @@ def test_the_projected_space_of_a_bilinear_head_is_that_of_its_queries_and_keys_
 
 @few_draws
 def test_input_space_is_a_naive_dense_computation(demo):
-    """M formed with its biases, every score of a layer recomputed from the inputs, and the same problem."""
+    """M is formed with its biases, and all scores of a layer are recomputed from the inputs."""
     inputs = texts.batches(demo, texts.sample("demo"), texts.Cut(tokens=24, sequences=3)).batches[0].inputs
     reached = hooks.survey(demo.model, inputs)[1]
     read = attnlens.inspect(demo, analyzers="selection", length=24, windows=3, layers=[1], heads=[2]).heads[0].measures

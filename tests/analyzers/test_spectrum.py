@@ -1,4 +1,4 @@
-"""Tests the spectra of weights and attention on planted heads, with nulls and reasons."""
+"""Tests the spectra of weights and attention on planted heads, and their nulls."""
 
 import pytest
 import torch
@@ -49,11 +49,6 @@ def test_random_factors_decay_as_their_null_and_planted_ones_faster():
 
 
 def test_cross_attention_has_every_spectrum_and_logits_that_are_not_bilinear_are_formed():
-    query, key = random(3, 20, 4), random(3, 12, 4, seed=1)
-    heads = query_key(query, key, part="cross")
-    close(measure_weights(heads)["weights.singular_values"], torch.linalg.svdvals(dense(heads))[:, :4])
-    tokens = measure_tokens(query_key(query, key, "tokens", part="cross"))
-    assert tokens["tokens.singular_values"].shape == (3, 12)
     assert not any(info.self_only for info in (*WEIGHTS, *TOKENS))
     query, key = 2 * random(2, 30, 4), random(2, 30, 4, seed=1)
     for rest in ({"softcap": 0.2}, {"bias": 5 * random(1, 30, 30, seed=2)}):
@@ -100,6 +95,3 @@ def test_extreme_heads_have_known_values_or_none():
             number = readings[f"tokens.{name}"].item()
             assert value is ... or (number != number if value is none else number == pytest.approx(value, abs=1e-9))
     assert readings["tokens.singular_values"].tolist() == [[1]]
-    readings = measure_weights(query_key(torch.zeros(2, 9, 3), torch.zeros(2, 9, 3)))
-    assert (readings["weights.singular_values"] == 0).all()
-    assert all(readings[info.name].isnan().all() for info in WEIGHTS if not info.curve)

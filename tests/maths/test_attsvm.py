@@ -1,4 +1,4 @@
-"""Tests that solved directions are the max-margin ones in either norm, and that every claim about them is a proof."""
+"""Tests that solutions have the max-margin direction in either norm, and that their certificates are proofs."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ def separated(n=4, tokens=5, d=6, seed=0, **more):
 
 
 def varied(seed, problem=None):
-    """The same with label margins and, for some constraints, equalities with b = 0 and b ≠ 0."""
+    """The problem with margins of either sign and, for some constraints, equalities with b = 0 and b ≠ 0."""
     generator, problem = torch.Generator().manual_seed(seed), problem or drawn(seed)
     count = len(problem.margins)
     margins = 0.2 + 2.0 * torch.rand(count, generator=generator).double()
@@ -92,7 +92,7 @@ def oracle(problem, norm="fro"):
 
 
 def feasible(problem):
-    """Whether a linear program finds a W."""
+    """True if a linear program finds a W."""
     rows, bounds, equal = dense(problem), problem.margins.numpy(), problem.equal.numpy()
     ties = {"A_eq": rows[equal], "b_eq": bounds[equal]} if equal.any() else {}
     answer = linprog(np.zeros(rows.shape[1]), -rows[~equal], -bounds[~equal], bounds=(None, None), **ties)
@@ -111,7 +111,7 @@ def assert_feasible(problem, W):
 
 
 def optimum(problem, solver=solve, *options):
-    """The answer of a solver that says that it is optimal, and is right that it is feasible."""
+    """A solver's answer, which must be optimal and feasible."""
     answer = solver(problem, *options)
     assert answer.status == "optimal"
     assert_feasible(problem, answer.W)
@@ -150,24 +150,6 @@ def test_golden_solutions():
     case = GOLDEN["vis2"]
     other = solve(selection(torch.tensor(case["X"]), torch.tensor(case["Z"]), torch.tensor([1, 0])))
     assert other.status == "infeasible" or abs(other.norm - case["fro_norm"]) > 1e-2, "control: another choice"
-
-
-def test_prompts_have_the_published_norms():
-    """Tarzanagh et al. (NeurIPS 2023), several inputs: ½‖p‖² = 0.3131888; two coordinates alone give 0.3713783."""
-    triple = [[[-0.1, 1.0], [1.0, 0.0], [0.0, 0.0]]]
-    pairs = [[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, -1.0]], [[0.0, 0.0], [0.5, 1.0]]]
-    for tokens, chosen, half in ((triple, [0], 0.4950495), (triple, [1], 0.5), (pairs, [1, 1, 1], 17 / 18)):
-        answer = solve(attsvm.prompt(torch.tensor(tokens).double(), torch.tensor(chosen)))
-        assert answer.norm**2 / 2 == pytest.approx(half, abs=1e-6)
-        assert answer.W.shape == (2, 1)
-    tokens = torch.randn(3, 7, 3, generator=torch.Generator().manual_seed(0)) * 0.2
-    tokens[:, 0] += torch.tensor([1.0, 0.0, 0.0])
-    tokens[:, 1:4] += torch.tensor([-1.0, 1.0, 0.0])
-    tokens[:, 4:] += torch.tensor([-0.5, -0.5, 0.0])
-    tokens[:, 0, -1], tokens[:, 1:, -1] = 1.0, 0.5
-    first = torch.zeros(3, dtype=torch.long)
-    norms = [solve(attsvm.prompt(keys.double(), first)).norm for keys in (tokens, tokens[..., :2])]
-    assert [norm**2 / 2 for norm in norms] == pytest.approx([0.3131888, 0.3713383], abs=1e-7)
 
 
 def test_norm_is_that_of_a_general_solver():
@@ -308,7 +290,7 @@ def test_no_multipliers_and_no_form_certify_more_than_the_least_nuclear_norm(see
 
 
 def test_negative_multipliers_would_certify_too_much_and_are_dropped():
-    """The control: with every constraint an equality the norm is larger, and its λ would claim that larger norm."""
+    """The control: if every constraint is an equality, the norm is larger, and its λ would prove that larger norm."""
     problem = separated(seed=1)
     best, tied = (solve_nuclear(replace(problem, equal=e), 1e-10) for e in (problem.equal, ~problem.equal))
     claim = float(problem.margins @ tied.multipliers / torch.linalg.matrix_norm(problem.form(tied.multipliers), 2))
@@ -356,11 +338,7 @@ def test_thousands_of_constraints_are_solved_and_unfinished_answers_are_inaccura
     assert gaps[0] > gaps[1] > gaps[2] > 1e-8
 
 
-def test_scaled_tokens_and_margins_scale_the_solution_and_ranks_are_at_most_samples_and_dimensions():
-    for factor in (1e-3, 7.0, 1e5):
-        scaled = solve(replace(drawn(1), differences=factor * drawn(1).differences)).W
-        assert close(scaled * factor, solve(drawn(1)).W, 1e-9, 1e-12)
-        assert not close(scaled, solve(drawn(1)).W, 1e-3)
+def test_scaled_margins_scale_the_solution_and_ranks_are_at_most_samples_and_dimensions():
     problem = varied(2)
     assert close(solve(replace(problem, margins=2.0 * problem.margins)).W, 2.0 * solve(problem).W)
     for n, d in ((2, 10), (3, 12), (6, 8), (12, 6)):
@@ -599,7 +577,7 @@ def test_soft_margin_is_that_of_a_general_solver_and_counts_violations():
         answer = soft_margin(problem, C)
         assert answer.gap <= 1e-9
         assert 0.5 * float(answer.W.square().sum()) + C * answer.slack == pytest.approx(best, rel=1e-6), seed
-        assert 0.0 <= float(answer.multipliers.min()) <= float(answer.multipliers.max()) <= C
+        assert torch.equal(answer.multipliers, answer.multipliers.clamp(0.0, C))
     hard, soft = solve(drawn(0)), soft_margin(drawn(0), 100.0)
     assert close(soft.W, hard.W, 1e-7, 1e-8), "of a separable problem it is the hard one"
     assert soft.violated == 0.0
@@ -632,8 +610,8 @@ def test_sizes_beyond_float64_are_refused_by_name_and_others_scaled_back():
     for word, name in (("query", "queries"), ("margin", "margins"), ("difference", "differences")):
         with pytest.raises(UsageError, match=word):
             solve(replace(problem, **{name: wrong[name]}))
-    for power in (-49, -20, 20, 48):
-        assert optimum(sized(power)).norm * 10.0**power == pytest.approx(solve(problem).norm, rel=1e-9)
+    for power in (-49, -20, -3, 5, 20, 48):
+        assert close(optimum(sized(power)).W * 10.0**power, solve(problem).W, 1e-9, 1e-12)
 
 
 def test_senseless_arguments_are_refused():

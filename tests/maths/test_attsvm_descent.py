@@ -1,4 +1,4 @@
-"""Tests that gradient descent keeps its digits, and ends where the theory says."""
+"""Tests that gradient descent is accurate if attention saturates, and that it converges as the theory predicts."""
 
 import itertools
 import json
@@ -155,32 +155,6 @@ def test_training_from_zero_is_that_of_an_autograd_loop(name):
         assert result.correlation(svm[None])[result.steps.index(step), 0].item() == pytest.approx(expected, abs=1e-9)
     for step, expected in weights.items():
         assert result.largest[result.steps.index(step - 1)].mean().item() == pytest.approx(expected, abs=1e-9)
-
-
-def textbook_training(instances, start, iterations):
-    """Σ_t s_t(γ_t − f)x_t zᵀ over its norm, or nothing where that is 0."""
-    W = start
-    scores = (instances.tokens @ instances.head.v[:, None, :, None]).squeeze(-1)
-    for _ in range(iterations):
-        weights = (instances.tokens @ (instances.queries @ W.mT)[..., None]).squeeze(-1).softmax(-1)
-        output = (weights * scores).sum(-1)
-        slope = -instances.labels * torch.sigmoid(-instances.labels * output)
-        pull = slope[..., None] * weights * (scores - output[..., None])
-        G = (pull[..., None] * instances.tokens).sum(-2).mT @ instances.queries
-        size = G.norm(dim=(-2, -1), keepdim=True)
-        W = W - 0.1 * torch.where(size > 0, G / size, 0.0)
-    return W
-
-
-@pytest.mark.full
-def test_ours_converges_where_the_textbooks_gradient_decays():
-    drawn = draw(6, 8, 10, 20, 0)
-    start, _ = draw_starts(drawn, 10, "random")
-    result = descend(drawn.instances, start, 10_000)
-    parts = zip(drawn.instances.tokens, drawn.instances.queries, result.chosen[-1], strict=True)
-    svm = torch.stack([attsvm.solve(attsvm.selection(*part)).W for part in parts])
-    assert result.correlation(svm)[-1].median() >= 0.9999
-    assert cosine(textbook_training(drawn.instances, start, 10_000), svm).median() < 0.9
 
 
 def test_a_step_has_the_length_lr_if_it_has_a_direction_and_requested_iterations_are_recorded():

@@ -1,4 +1,4 @@
-"""Tests that builders pose the constraints that the theorems state, and refuse what can't be posed."""
+"""Tests that problems have the constraints that the theorems state, and that invalid arguments are refused."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ def rounded(*rows):
 
 
 def posed(problem):
-    """The constraints as comparable rows (u, z, b, equality), in whatever order they come."""
+    """The constraints as a set of rows (u, z, b, equality)."""
     parts = zip(problem.differences, problem.paired_queries, problem.margins, problem.equal, strict=True)
     return {(*rounded(u, z, [b]), bool(equal)) for u, z, b, equal in parts}
 

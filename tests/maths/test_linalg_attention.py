@@ -81,6 +81,7 @@ def test_anatomy_is_that_of_the_formed_logits(n):
         heads = query_key(random(2, 4, n, 4) + 0.5, random(2, 2, n, 4, seed=1), "tokens", softcap=softcap)
         ours = shares_of(heads)
         close(ours, anatomy_by_hand(heads.logits), 1e-11)
+        close(linalg.visible_shares(heads).key, ours[3], 1e-9)
         assert (ours.sum(0) - 1).abs().max() < 1e-10
         assert (ours > 0.001).all()
 

@@ -1,4 +1,4 @@
-"""Tests the measures of factored matrices against those of the dense matrices that they stand for."""
+"""Tests the measures of factored matrices against those of the formed matrices."""
 
 import math
 
@@ -138,6 +138,7 @@ def test_zero_matrices_and_cross_attention():
     heads = query_key(torch.zeros(2, 10, 3), random(2, 10, 3).float())
     form = linalg.Form(heads)
     assert form.norm.tolist() == [0, 0]
+    assert (form.singular_values == 0).all()
     assert [part.tolist() for part in form.inertia] == [[0, 0], [0, 0]]
     assert all(each.isnan().all() for each in (form.definiteness, form.positivity, linalg.symmetry(form)))
     crossed = query_key(random(3, 20, 4), random(3, 12, 4, seed=1), part="cross")
@@ -152,7 +153,7 @@ def dense_symmetry(matrix):
 
 
 def direction_of(norms):
-    """Of the norms of rows and of columns, the share of those far above their mean."""
+    """The directionality for the norms of rows and of columns."""
     above = [torch.where(n > n.mean(-1, True) + 2 * n.std(-1, keepdim=True), n, 0).sum(-1) for n in norms]
     whole = above[0] + above[1]
     return torch.where(whole > 0, (above[0] - above[1]) / whole, 0)

@@ -1,4 +1,4 @@
-"""Tests that measures of long sequences, read in tiles, are those of the whole matrices, or have no value."""
+"""Tests that measures of long sequences, computed in tiles, equal those of the whole matrices or are missing."""
 
 from collections import Counter
 from importlib import import_module
@@ -27,13 +27,13 @@ SMALL = tiled.SMALL
 
 @pytest.fixture(autouse=True)
 def _by_lanczos(monkeypatch):
-    """Matrices of these sizes are decomposed as wholes else."""
+    """Without this, matrices of these sizes would be decomposed as a whole."""
     monkeypatch.setattr(tiled, "SMALL", 0)
 
 
 @pytest.fixture
 def long(monkeypatch):
-    """Calls a function as if every sequence were long, in tiles of a few rows."""
+    """A function that calls another one as if every sequence were long, in tiles of a few rows."""
 
     def call(function, *args):
         with monkeypatch.context() as patch:
@@ -198,7 +198,7 @@ def test_few_columns_are_decomposed_whole(monkeypatch):
 
 
 class Largest(TorchDispatchMode):
-    """Notes the number of entries of the largest floating-point tensor that is made."""
+    """Records the number of entries of the largest floating-point tensor that is created."""
 
     numbers = 0
 

@@ -132,7 +132,7 @@ def test_pairs_narrow_the_interval_missing_ones_do_not_count_and_tails_lengthen_
 
 
 def test_weighted_pairs_are_repeated_pairs():
-    """A sequence of three tokens is three equal pairs: the mean is that over tokens."""
+    """A sequence of three tokens counts as three equal pairs, because means are over tokens."""
     before, after, sizes = random(6), random(6, seed=1), torch.tensor([1, 3, 2, 5, 1, 4])
     delta, low, high = paired_difference(before, after, weights=sizes.double())
     assert delta == pytest.approx(float((after - before).repeat_interleave(sizes).mean()), abs=1e-12)
@@ -159,7 +159,7 @@ def test_a_weighted_interval_contains_its_estimate_and_shifts_with_the_differenc
 
 
 def naive_variance(values, texts, clustered):
-    """The textbook's, by loops: strata (Cochran 1977, Eq. 5.12) or clusters of the mean over all windows."""
+    """The textbook's variance of a mean, by loops: over strata (Cochran 1977, Eq. 5.12) or clusters."""
     n, mean = len(values), values.mean()
     groups = [values[[i for i, text in enumerate(texts) if text == number]] for number in dict.fromkeys(texts)]
     if not clustered:
@@ -193,7 +193,7 @@ def test_designs_of_few_texts_and_windows():
 
 
 def test_the_error_of_a_median_is_not_that_of_one_head():
-    """Heads that move with the window together: their median is as unsure as one head; alone, it is surer."""
+    """If heads vary together, their median has the error of one head; if they vary independently, a smaller one."""
     shared, alone = random(32, 1) + 0.1 * random(32, 64, seed=1), random(32, 64, seed=2)
     groups, one = [range(64), range(8)], 1 / math.sqrt(32)
     together, apart = (statistics.median_error(values, Design.plain(32), groups)[0] for values in (shared, alone))
@@ -259,7 +259,7 @@ NOISE = {
 
 
 def drawn(sd, blocks, seed, spread=0.0):
-    """Cells of equal means: blocks differ by `spread`, noise by `sd` of each treatment."""
+    """Treatments of equal means, with noise of each treatment's `sd` and block effects of size `spread`."""
     made = torch.Generator().manual_seed(seed)
     sd = torch.randn(8, generator=made).exp() if sd is None else torch.as_tensor(sd)
     noise = torch.randn(len(sd), blocks, generator=made, dtype=torch.float64) * sd[:, None]
@@ -271,7 +271,7 @@ def any_significant(values):
 
 
 def pooled(values):
-    """p of the two-way table with one variance for all cells, from its textbook."""
+    """The textbook p-values of a two-way table with one variance for all treatments."""
     rest = values - values.mean(1, keepdim=True) - values.mean(0) + values.mean()
     freedom = (values.shape[0] - 1) * (values.shape[1] - 1)
     error = math.sqrt(2 * float((rest**2).sum()) / freedom / values.shape[1])
@@ -288,7 +288,7 @@ def test_no_difference_is_significant_in_one_of_twenty_studies_at_most(seeds, st
 
 
 def test_pooled_and_unpaired_tests_break_the_promise_or_hide_the_difference():
-    """Controls: where two cells are noisier, the pooled test rejects too often for them and never for quiet ones."""
+    """Controls: if two treatments are noisier, the pooled test rejects too often for them and never for the others."""
     quiet_and_noisy = NOISE["of two cells a hundred times larger"]
     assert sum(min(holm(pooled(drawn(quiet_and_noisy, 3, seed)))) <= 0.05 for seed in range(100)) > 10
     values = drawn(quiet_and_noisy, 3, 0) + torch.tensor([[12.0]] + [[0.0]] * 7)

@@ -1,7 +1,7 @@
-"""Intervals cover as often as they say, on populations with drift and heavy tails; the old sampling does not.
+"""Tests that intervals have their nominal coverage on populations with drift and heavy tails.
 
-A text is a population of windows; its mean is what an interval over windows of it is about. Topics come in blocks, so
-that windows in a row say less than as many windows spread over the text.
+A text is a population of windows, whose mean the intervals estimate. Topics come in blocks, so that consecutive windows
+contain less information than as many windows spread over the text.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ each_size = pytest.mark.parametrize("many", [False, pytest.param(True, marks=pyt
 
 
 def bounds(samples):
-    """Between which the share of intervals that cover lies where each covers with 95 %."""
+    """Limits on the observed coverage if the true coverage is 95 %."""
     return [float(stats.binom.ppf(q, samples, 0.95)) / samples for q in (0.0005, 0.9995)]
 
 
 def share(covers, samples, *arguments):
-    """The share of the seeds for which that is true."""
+    """The share of seeds for which `covers` is true."""
     return sum(covers(seed, *arguments) for seed in range(samples)) / samples
 
 
@@ -46,7 +46,7 @@ def drawn(generator, *shape, tails):
 
 
 def text(seed, tails, heads=1):
-    """One text: windows × heads, topic blocks of 16 windows and what is each window's own."""
+    """One text (windows × heads): topics, which are constant in blocks of 16 windows, plus noise of each window."""
     generator = torch.Generator().manual_seed(seed)
     topics = drawn(generator, POPULATION // BLOCK, heads, tails="gaussian").repeat_interleave(BLOCK, 0)
     return 0.6 * topics + drawn(generator, POPULATION, heads, tails=tails)
@@ -73,7 +73,7 @@ def median_of_heads_is_covered(seed, placement, tails):
 
 
 def difference_is_covered(seed, placement, tails, of):
-    """Of losses, or of perplexities."""
+    """A difference of losses or, if `of` is exp, of perplexities."""
     before = 3 + 0.3 * text(seed, tails)[:, 0]
     after = before + 0.2 + 0.1 * text(seed + 300, tails)[:, 0]
     own = picks(seed, placement)
@@ -84,7 +84,7 @@ def difference_is_covered(seed, placement, tails, of):
 
 
 def mean_of_texts_is_covered(seed, over, count):
-    """Texts like these, of six windows each."""
+    """The mean over texts of six windows each."""
     kinds, own = normals(seed, count, 6 * count)
     design = Design.of([number // 6 for number in range(6 * count)], over)
     values = kinds.repeat_interleave(6) + own
@@ -93,7 +93,7 @@ def mean_of_texts_is_covered(seed, over, count):
 
 
 def correlation_is_covered(seed, _):
-    """Of a normal pair ρ_S = (6/π)·asin(ρ/2) (Pearson 1907)."""
+    """For a normal pair, ρ_S = (6/π)·asin(ρ/2) (Pearson 1907)."""
     x, y = normals(seed, 48, 48)
     value, low, high = rank_correlation(x, 0.5 * x + math.sqrt(0.75) * y, None, draws=200, seed=seed)
     assert low <= value <= high
@@ -101,7 +101,7 @@ def correlation_is_covered(seed, _):
 
 
 def correlation_over_layers_is_covered(seed, units, layers, heads, alike):
-    """Heads of a layer are alike by any amount; layers are drawn, or heads one by one."""
+    """Heads of one layer have the correlation `alike`; whole layers are resampled, or single heads."""
     common, own = normals(seed, (2, layers), (2, layers * heads))
     x, y = math.sqrt(alike) * common.repeat_interleave(heads, 1) + math.sqrt(1 - alike) * own
     groups = [number // heads for number in range(layers * heads)] if units == "layers" else None
@@ -123,13 +123,13 @@ INTERVALS = [
     (correlation_over_layers_is_covered, (6, 12, 0.5), 40, "layers", None, ("heads", 0.8)),
     (correlation_over_layers_is_covered, (12, 8, 0.9), 40, "layers", None, ("heads", 0.8)),
 ]
-"""Below 149 samples all intervals may cover: where too wide an interval is to be noticed, there are 160."""
+"""Rows with `exactly` need 160 samples: of fewer than 149, all intervals can cover although they are not too wide."""
 
 
 @each_size
 @pytest.mark.parametrize(COLUMNS, INTERVALS, ids=[row[0].__name__ for row in INTERVALS])
-def test_intervals_cover_as_often_as_they_say(covered, settings, few, at_least, exactly, control, many):
-    """95 % or more where windows are spread, 95 % where they are drawn; the control: too few where they depend."""
+def test_intervals_have_their_nominal_coverage(covered, settings, few, at_least, exactly, control, many):
+    """The coverage is at least 95 % for spread windows and 95 % for random ones; in the control it is too low."""
     samples = 300 if many else few
     low, high = bounds(samples)
     assert at_least is None or low <= share(covered, samples, at_least, *settings)
@@ -140,7 +140,7 @@ def test_intervals_cover_as_often_as_they_say(covered, settings, few, at_least, 
 @each_size
 @pytest.mark.parametrize("sizes", [(3, 3, 2), (2, 2, 2, 2), (16, 8, 8)])
 def test_a_paired_difference_over_windows_of_several_texts_covers_and_is_no_wider_than_students(sizes, many):
-    """A bootstrap sample that draws one of two windows twice has no error of its own, and its interval no end."""
+    """A bootstrap sample that contains one of two windows twice has no standard error."""
     design = Design.of([text for text, size in enumerate(sizes) for _ in range(size)], "windows")
 
     samples = 300 if many else 160
@@ -159,7 +159,7 @@ def test_a_paired_difference_over_windows_of_several_texts_covers_and_is_no_wide
 
 
 def test_the_error_of_a_median_is_that_of_each_texts_windows():
-    """Of few windows that vary much and many that vary little: one factor for all would say too little."""
+    """Two texts have few windows that vary much: one widening factor for all texts would give too small an error."""
     sizes, sds = (28, 2, 2), (1.0, 5.0, 5.0)
     design = Design.of([text for text, size in enumerate(sizes) for _ in range(size)], "windows")
     spread = torch.cat([torch.full((size,), sd, dtype=torch.float64) for size, sd in zip(sizes, sds, strict=True)])
@@ -172,7 +172,7 @@ def test_the_error_of_a_median_is_that_of_each_texts_windows():
 
 
 def named(population, seed, placement):
-    """Whether a sweep names a head, none of which differs from 0 over the whole text: by p_values, by Student's t."""
+    """True if a head is named although no head differs from 0 over the whole text: by p_values, by Student's t."""
     sample = (population - population.mean(0))[picks(seed, placement)]
     design = Design.plain(WINDOWS)
     ours = statistics.p_values(sample.T, design, torch.ones(WINDOWS), seed)
@@ -183,11 +183,7 @@ def named(population, seed, placement):
 
 @each_size
 def test_a_sweep_without_effects_names_a_head_in_at_most_five_percent_of_runs(many):
-    """Of skewed differences it names half as many as Student's t, and still more than 5 %, as docs/inference.md says.
-
-    Their windows of 32 heads are χ² with four degrees of freedom.
-    """
-
+    """For skewed differences (χ² with four degrees of freedom), it names a head less often than Student's t does."""
     samples, heads = (300, 16) if many else (20, 8)
 
     def names_a_head(seed, placement):

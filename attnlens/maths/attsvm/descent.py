@@ -121,7 +121,6 @@ class Instances:
         return anchored, gaps
 
     def _hide_masked(self, gaps: Float[Tensor, "trials n T"]) -> Float[Tensor, "trials n T"]:
-        """Return the gaps, with −∞ at tokens that are not allowed."""
         return gaps if self.allowed is None else gaps.masked_fill(~self.allowed, -math.inf)
 
 

@@ -340,7 +340,6 @@ class WorkingSet:
         return solve_by_nnls(self.constraints.vectors(self.rows), self.bounds)
 
     def _rounding(self, bounds: Loads) -> Loads:
-        """Return the violation allowed for each constraint."""
         # A tenth of the tolerance, because violations add up in the duality gap.
         allowed: Loads = 0.1 * self.tolerance * np.abs(bounds) + EPS * np.abs(self.loads).sum()
         return allowed

@@ -27,9 +27,7 @@ TIE = 1e-6
 MOST_CONSTRAINTS = 2**15  # Most constraints of a problem: 100 MB of differences of 384 numbers
 MOST_EQUALITIES = 2**11
 """Most equalities of a problem: their factor takes 32 MB and a fraction of a second."""
-TOLERANCE = (
-    1e-8  # Relative duality gap to which a head's SVM is solved; the norm's relative error is at most half of it
-)
+TOLERANCE = 1e-8  # Relative duality gap of a head's SVM; the relative error of its norm is at most half of the gap
 SPAN = 1e-6  # Relative singular value below which differences of tokens are rounding of float32 inputs
 
 
@@ -218,7 +216,6 @@ def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Hea
 
 
 def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p: float | None) -> Flags:
-    """Return a mask of the tokens that each query selects, as described in `choose`."""
     if top_p is None:
         order = masked.argmax(-1, keepdim=True)
         selected = torch.ones_like(order, dtype=torch.bool)

@@ -5,11 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import ROLES, Layer, Parts, has_heads, name_parts, name_unchanged, residuals
-from attnlens.maths.diagnosis.steps import BETTER, KINDS, Step, are_better, mean_angles, present_roles
+from attnlens.maths.diagnosis.layer import (
+    BETTER,
+    KINDS,
+    ROLES,
+    Layer,
+    Parts,
+    Step,
+    are_better,
+    has_heads,
+    key_heads_of,
+    match_rows,
+    mean_angles,
+    name_heads,
+    name_parts,
+    name_unchanged,
+    name_weights,
+    present_roles,
+    residuals,
+    sines_between,
+)
 
 
 def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
@@ -17,16 +34,12 @@ def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
 
     Return None if no head moved, or if the match of a moved head is not clear.
     """
-    units = [torch.nn.functional.normalize(part.double().flatten(1), dim=1) for part in (second, first)]
-    cosines = units[0] @ units[1].mT
-    sines = (1 - cosines.square()).clamp(min=0).sqrt()
-    partners = torch.from_numpy(linear_sum_assignment(-cosines.cpu().numpy())[1])
-    numbers = torch.arange(len(partners))
-    moved = partners != numbers
+    partners = match_rows(first.flatten(1), second.flatten(1))
+    moved = partners != torch.arange(len(partners))
     if not bool(moved.any()):
         return None
-    clear = are_better(sines[numbers, partners][moved], sines[numbers, numbers][moved])
-    return partners.tolist() if bool(clear.all()) else None
+    new, old = (sines_between(part[moved], second[moved]) for part in (first[partners], first))
+    return partners.tolist() if bool(are_better(new, old).all()) else None
 
 
 def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> tuple[Parts, list[str]]:
@@ -35,11 +48,9 @@ def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]
     A weight moves if the order of its role is not the identity. Biases, gains and other tensors with an axis of heads
     move only if moving brings them nearer to the second layer.
     """
-    parts: dict[str, Tensor] = {}
+    moved_roles = [role for role, order in orders.items() if list(order) != sorted(order)]
+    parts = {f"{role}.weight": first.weight(role)[list(orders[role])] for role in moved_roles}
     stayed = []
-    for role, order in orders.items():
-        if list(order) != sorted(order):
-            parts[f"{role}.weight"] = first.parts[f"{role}.weight"][list(order)]
     for name, part in first.parts.items():
         if name not in second.parts or (has_heads(name) and name.endswith(".weight")):
             continue
@@ -61,7 +72,7 @@ def _by_head(layer: Layer, name: str, orders: Mapping[str, Sequence[int]]) -> It
     """
     role, _, kind = name.partition(".")
     part = layer.parts[name]
-    sizes = {layer.parts[f"{each}.weight"].shape[1] for each in orders}
+    sizes = {layer.weight(each).shape[1] for each in orders}
     if has_heads(name):
         if role in orders:
             yield part[list(orders[role])]
@@ -92,7 +103,7 @@ def follow_order(first: Layer, second: Layer, order: Sequence[int]) -> Step:
     """Build the step that moves query head h to order[h], together with its key head, value head and output."""
     orders = {}
     for role in present_roles(first):
-        count = len(first.parts[f"{role}.weight"])
+        count = len(first.weight(role))
         heads = range(0, len(order), len(order) // count)
         orders[role] = torch.tensor([order[head] * count // len(order) for head in heads]).argsort().tolist()
     return _reorder_together(first, second, orders)
@@ -100,16 +111,13 @@ def follow_order(first: Layer, second: Layer, order: Sequence[int]) -> Step:
 
 def propose_head_order(first: Layer, second: Layer) -> Iterator[Step]:
     """Propose that heads were reordered: harmless if the order is the same in all tensors with heads."""
-    roles = [
-        r for r in present_roles(first, second) if first.parts[f"{r}.weight"].shape == second.parts[f"{r}.weight"].shape
-    ]
-    orders = {role: _match_heads(first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]) for role in roles}
+    roles = [r for r in present_roles(first, second) if first.weight(r).shape == second.weight(r).shape]
+    orders = {role: _match_heads(first.weight(role), second.weight(role)) for role in roles}
     moved = {role: order for role, order in orders.items() if order is not None}
     if not moved:
         return
-    full = {role: moved.get(role) or list(range(len(first.parts[f"{role}.weight"]))) for role in roles}
-    heads, kv_heads = len(first.parts["query.weight"]), len(first.parts["key.weight"])
-    groups = [head * kv_heads // heads for head in range(heads)]
+    full = {role: moved.get(role) or list(range(len(first.weight(role)))) for role in roles}
+    heads, kv_heads, groups = len(first.weight("query")), len(first.weight("key")), key_heads_of(first)
 
     def moves_with_queries(role: str) -> bool:
         """Return True if the heads of this role moved with the query heads."""
@@ -123,9 +131,9 @@ def propose_head_order(first: Layer, second: Layer) -> Iterator[Step]:
         yield _reorder_together(first, second, full)
         return
     parts, stayed = _move_heads(first, second, moved)
-    names = name_parts([f"{role}.weight" for role in moved])
+    names = name_weights(moved)
     changed = {head for role in moved for head in _moved_heads(full[role], groups, role)}
-    where = () if len(changed) == heads else tuple(sorted(changed))
+    where = name_heads(changed, first)
     tiled = torch.arange(heads).view(kv_heads, -1).T.flatten().tolist() if heads % kv_heads == 0 else None
     back = torch.arange(heads).view(-1, kv_heads).T.flatten().tolist() if heads % kv_heads == 0 else None
     if set(moved) <= {"query", "output"} and 1 < kv_heads < heads and moved.get("query") in (tiled, back):
@@ -154,8 +162,8 @@ def _moved_heads(order: Sequence[int], groups: Sequence[int], role: str) -> set[
 def propose_averaged_keys(first: Layer, second: Layer) -> Iterator[Step]:
     """Propose that key heads (and value heads) were averaged in groups, repeated or tiled."""
     present = present_roles(first, second, roles=("key", "value"))
-    counts = {first.parts[f"{role}.weight"].shape[0] for role in present}
-    others = {second.parts[f"{role}.weight"].shape[0] for role in present}
+    counts = {first.weight(role).shape[0] for role in present}
+    others = {second.weight(role).shape[0] for role in present}
     if len(counts) != 1 or len(others) != 1:
         return
     (count,), (other,) = counts, others
@@ -177,29 +185,28 @@ def propose_averaged_keys(first: Layer, second: Layer) -> Iterator[Step]:
                 part = first.parts[name]
                 mean = part.double().view(group_count, group, *part.shape[1:]).mean(1)
                 parts[name] = mean if other == group_count else mean.repeat_interleave(group, 0)
-            after = second.parts[f"{role}.weight"]
+            after = second.weight(role)
             fits.append(mean_angles(parts[f"{role}.weight"], after))
         if float(torch.cat(fits).max()) < BETTER / 2:
-            names = name_parts([f"{role}.weight" for role in present])
+            names = name_weights(present)
             text = f"{count} key heads were averaged in groups of {group} ({names})"
             yield Step("averaged key heads", text, None, parts)
 
 
 def _repeat_heads(first: Layer, second: Layer, roles: Sequence[str], times: int) -> Iterator[Step]:
     """Propose that each key head was repeated `times` times in a row, or that all key heads were tiled."""
-    names = name_parts([f"{role}.weight" for role in roles])
+    names = name_weights(roles)
+    old = {name: first.parts[name] for role in roles for kind in KINDS if (name := f"{role}.{kind}") in first.parts}
     for tiled in (False, True):
-        parts = {}
-        for name in (f"{role}.{kind}" for role in roles for kind in KINDS):
-            if name in first.parts:
-                part = first.parts[name]
-                parts[name] = torch.cat([part] * times) if tiled else part.repeat_interleave(times, 0)
-        fits = [mean_angles(parts[f"{role}.weight"], second.parts[f"{role}.weight"]) for role in roles]
-        if float(torch.cat(fits).max()) < BETTER / 2:
-            if tiled:
-                text = f"the key heads of {names} are tiled {times} times; each must be repeated {times} times in a row"
-                yield Step("tiled key heads", text, "repeat each key head (repeat_interleave)", parts)
-            else:
-                yield Step(
-                    "repeated key heads", f"each key head of {names} is repeated {times} times", None, parts, (), True
-                )
+        parts = {
+            name: torch.cat([part] * times) if tiled else part.repeat_interleave(times, 0) for name, part in old.items()
+        }
+        fits = [mean_angles(parts[f"{role}.weight"], second.weight(role)) for role in roles]
+        if float(torch.cat(fits).max()) >= BETTER / 2:
+            continue
+        if tiled:
+            text = f"the key heads of {names} are tiled {times} times; each must be repeated {times} times in a row"
+            yield Step("tiled key heads", text, "repeat each key head (repeat_interleave)", parts)
+        else:
+            text = f"each key head of {names} is repeated {times} times"
+            yield Step("repeated key heads", text, None, parts, (), harmless=True)

@@ -1,16 +1,18 @@
-"""The tensors of one attention layer by role, and distances between the tensors of two layers."""
+"""The tensors of one attention layer by role, distances between two layers, and predictions of hypotheses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 Parts = Mapping[str, Tensor]
 ROLES = ("query", "key", "value", "output")
@@ -65,6 +67,10 @@ class Layer:
     def with_parts(self, parts: Parts) -> Layer:
         """Return the layer with these parts replaced or added."""
         return replace(self, parts={**self.parts, **parts})
+
+    def weight(self, role: str) -> Float[Tensor, "heads size d_model"]:
+        """Return the projection of this role."""
+        return self.parts[f"{role}.weight"]
 
     @property
     def rotated_coordinates(self) -> list[int]:
@@ -146,3 +152,114 @@ def name_parts(names: Sequence[str]) -> str:
         role, _, kind = name.partition(".")
         words.append(f"{letters[kind]}_{SYMBOLS[role]}" if role in ROLES and kind in letters else name)
     return list_names(words) if len(words) < 6 else f"{', '.join(words[:4])} and {len(words) - 4} more tensors"
+
+
+def name_weights(roles: Iterable[str]) -> str:
+    """Join the names of the projections of these roles: `W_Q and W_K`."""
+    return name_parts([f"{role}.weight" for role in roles])
+
+
+@dataclass(frozen=True)
+class Step:
+    """The prediction of a structural hypothesis: parts of the second layer, computed from those of the first."""
+
+    hypothesis: str  # name of the hypothesis
+    text: str  # how the second layer differs, as a clause
+    repair: str | None  # how to undo the difference, as an imperative; None if there is nothing to undo
+    parts: Parts  # predicted parts
+    heads: tuple[int, ...] = ()  # query heads concerned; empty for all
+    harmless: bool = False  # True if the layer's output is the same
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The prediction of a hypothesis on one tensor."""
+
+    hypothesis: str  # name of the hypothesis; it can contain {number} and the plural ending {s}
+    text: str  # difference as a clause with {parts}, the tensors concerned; it can contain {number} and {s}
+    repair: str | None  # as in Step
+    predicted: Tensor  # predicted tensor of the second layer
+    harmless: bool = False  # as in Step
+    number: int = 0  # bits or rank; the largest is shown if several tensors have the same cause
+
+
+Structural = Callable[[Layer, Layer], Iterator[Step]]
+TensorHypothesis = Callable[["Pair"], Iterator[Fit]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A part of both layers, or some heads of this part."""
+
+    name: str
+    first: Tensor  # A, the part of the first layer
+    second: Tensor  # B, the part of the second layer
+    is_gain: bool  # True if the part is the gain of a norm
+    spacing: float  # relative spacing of the coarser of both parts' number types
+    finer: float  # relative spacing of the finer type
+    second_spacing: float  # relative spacing of the second part's type
+    head_dim: int
+    heads: tuple[int, ...] = ()  # numbers of these heads; empty for a part without heads
+    inputs_first: bool = False  # True if the rows of the matrix are its inputs
+    offset: float = 0.0  # number that a norm adds to its stored weight to make this gain
+    weight: Pair | None = None  # for a bias: the weight of the same name, if both layers have it
+
+
+def show_factor(factor: float) -> str:
+    """Format a factor with enough digits to show at least two digits of its difference from 1."""
+    change = abs(factor - 1)
+    digits = 4 if change == 0 else max(4, 2 - math.floor(math.log10(change)))
+    return f"{factor:.{digits}g}"
+
+
+BETTER = 0.5
+"""A structural hypothesis is considered only if it reduces a distance, such as row angles, to below this share."""
+KINDS = ("weight", "bias")
+PERMUTED = ("query", "key")
+SIDES = (PERMUTED, ("output", "value"))  # roles whose matrices are multiplied in each head; the first has query heads
+
+
+def present_roles(*layers: Layer, roles: Sequence[str] = ROLES, kind: str = "weight") -> list[str]:
+    """Return those of `roles` that have a part of this kind in all layers."""
+    return [role for role in roles if all(f"{role}.{kind}" in layer.parts for layer in layers)]
+
+
+def are_better(new: Float[Tensor, " heads"], old: Float[Tensor, " heads"]) -> Tensor:
+    """Return a mask of the heads whose distance `new` is less than BETTER times their distance `old`."""
+    return (new < BETTER * old) & (old > 0)
+
+
+def mean_angles(first: Tensor, second: Tensor) -> Float[Tensor, " heads"]:
+    """Compute for each head the mean sine of the angles between the rows of one part and the same rows of the other."""
+    return sines_between(first.flatten(0, 1), second.flatten(0, 1)).view(first.shape[:2]).mean(1)
+
+
+def match_rows(first: Float[Tensor, "rows width"], second: Float[Tensor, "rows width"]) -> Int[Tensor, " rows"]:
+    """Return the index in `first` of each row of `second`, matched one to one so that directions agree best."""
+    units = [torch.nn.functional.normalize(part.double(), dim=1) for part in (second, first)]
+    similar = units[0] @ units[1].mT
+    return torch.from_numpy(linear_sum_assignment(-similar.cpu().numpy())[1])
+
+
+def query_heads_of(key_heads: Sequence[int], layer: Layer) -> tuple[int, ...]:
+    """Return the numbers of the query heads that use these key heads."""
+    return tuple(head for head, key_head in enumerate(key_heads_of(layer)) if key_head in key_heads)
+
+
+def key_heads_of(layer: Layer) -> list[int]:
+    """Return the number of the key head that each query head uses."""
+    heads, kv_heads = len(layer.weight("query")), len(layer.weight("key"))
+    return [head * kv_heads // heads for head in range(heads)]
+
+
+def name_heads(heads: Collection[int], layer: Layer) -> tuple[int, ...]:
+    """Return these query heads in ascending order; empty for all heads of the layer."""
+    return () if len(heads) == len(layer.weight("query")) else tuple(sorted(heads))
+
+
+def tensors_between(layer: Layer, roles: Sequence[str]) -> list[str]:
+    """Return the names of the parts between the roles: other parts than gains, with an axis of head coordinates."""
+    shapes = [layer.weight(role).shape for role in roles]
+    sizes = {size for heads, size, _ in shapes for size in (size, heads * size)}
+    gains = [f"{role}.gain" for role in ROLES]
+    return [name for name in layer.parts_along(*sizes) if name not in gains]

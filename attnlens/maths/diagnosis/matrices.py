@@ -10,26 +10,25 @@ import torch
 from torch import Tensor
 
 from attnlens.maths.diagnosis.layer import (
-    FACTOR,
-    Layer,
-    Parts,
-    has_heads,
-    list_names,
-    name_parts,
-    residuals,
-    sines_between,
-)
-from attnlens.maths.diagnosis.steps import (
     BETTER,
+    FACTOR,
     KINDS,
     PERMUTED,
     SIDES,
+    Layer,
+    Parts,
     Step,
     are_better,
+    has_heads,
+    list_names,
     mean_angles,
+    name_parts,
+    name_weights,
     present_roles,
     query_heads_of,
+    residuals,
     show_factor,
+    sines_between,
     tensors_between,
 )
 
@@ -62,32 +61,28 @@ def _take_roles(
 def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
     """Propose that two or all of W_Q, W_K and W_V are exchanged in all heads, or W_Q and W_K in some heads."""
     shapes = {
-        role: first.parts[f"{role}.weight"].shape
+        role: first.weight(role).shape
         for role in present_roles(first, second, roles=("query", "key", "value"))
-        if first.parts[f"{role}.weight"].shape == second.parts[f"{role}.weight"].shape
+        if first.weight(role).shape == second.weight(role).shape
     }
-    old = {role: mean_angles(first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]) for role in shapes}
+    old = {role: mean_angles(first.weight(role), second.weight(role)) for role in shapes}
     for order in list(permutations(shapes))[1:]:
         sources = {role: source for role, source in zip(shapes, order, strict=True) if role != source}
         if any(shapes[role] != shapes[source] for role, source in sources.items()):
             continue
-        new = {r: mean_angles(first.parts[f"{s}.weight"], second.parts[f"{r}.weight"]) for r, s in sources.items()}
+        new = {r: mean_angles(first.weight(s), second.weight(r)) for r, s in sources.items()}
         better = torch.stack([are_better(new[role], old[role]) for role in sources]).all(0)
         whole = bool(better.all())
         if not whole and (set(sources) != {"query", "key"} or not bool(better.any())):
             continue
         heads = better.nonzero().flatten().tolist()
         parts = _take_roles(first, sources, second, None if whole else heads)
-        names = name_parts([f"{role}.weight" for role in sources])
-        fixed_biases = [
-            f"{role}.bias" for role in sources if f"{role}.bias" in first.parts and f"{role}.bias" not in parts
-        ]
+        names, biases = name_weights(sources), [f"{role}.bias" for role in sources]
+        fixed_biases = [name for name in biases if name in first.parts and name not in parts]
         stays = f", but not {name_parts(fixed_biases)}" if fixed_biases else ""
         text, repair = f"{names} are exchanged{stays}", f"exchange {names}"
         if len(sources) == 3:
-            places = [
-                f"{name_parts([f'{role}.weight'])} is {name_parts([f'{sources[role]}.weight'])}" for role in sources
-            ]
+            places = [f"{name_weights([role])} is {name_weights([source])}" for role, source in sources.items()]
             text = f"{names} are permuted (in terms of the first model, {list_names(places)})"
             repair = "split the fused matrix in the right order"
         yield Step("exchanged", text, repair, parts, () if whole else tuple(heads))
@@ -135,7 +130,7 @@ def _can_be_misplaced(name: str, part: Tensor, second: Layer) -> bool:
 
 def propose_exchanged_gains(first: Layer, second: Layer) -> Iterator[Step]:
     """Propose that the gains of the norms of queries and keys are exchanged."""
-    names = ["query.gain", "key.gain"]
+    names = [f"{role}.gain" for role in PERMUTED]
     gains = [layer.parts.get(name) for layer in (first, second) for name in names]
     if any(gain is None or gain.shape != second.parts[names[0]].shape for gain in gains):
         return
@@ -152,12 +147,12 @@ def propose_exchanged_gains(first: Layer, second: Layer) -> Iterator[Step]:
 def propose_wrong_split(first: Layer, second: Layer) -> Iterator[Step]:
     """Propose that the fused matrix of q, k and v was split into thirds instead of head by head, or the reverse."""
     roles = present_roles(first, second, roles=("query", "key", "value"))
-    shapes = {layer.parts[f"{role}.weight"].shape for role in roles for layer in (first, second)}
+    shapes = {layer.weight(role).shape for role in roles for layer in (first, second)}
     if len(roles) < 3 or len(shapes) != 1:
         return
     for flat in (True, False):
         parts = _split_step(first, flat).parts
-        pairs = [(first.parts[f"{r}.weight"], parts[f"{r}.weight"], second.parts[f"{r}.weight"]) for r in roles]
+        pairs = [(first.weight(r), parts[f"{r}.weight"], second.weight(r)) for r in roles]
         better = torch.stack(
             [are_better(mean_angles(new, after), mean_angles(before, after)) for before, new, after in pairs]
         )
@@ -201,9 +196,8 @@ def propose_transpose(first: Layer, second: Layer) -> Iterator[Step]:
             parts[name] = matrix.T.reshape(part.shape)
     if parts:
         verb = "is" if len(parts) == 1 else "are"
-        yield Step(
-            "transposed", f"{name_parts([*parts])} {verb} transposed", f"transpose {name_parts([*parts])}", parts
-        )
+        names = name_parts([*parts])
+        yield Step("transposed", f"{names} {verb} transposed", f"transpose {names}", parts)
 
 
 WIDEST = 1e3  # largest condition number of a change of basis that is recognised
@@ -219,25 +213,22 @@ def propose_basis(first: Layer, second: Layer) -> Iterator[Step]:
 
 def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterator[Step]:
     """Propose a change of basis for two roles; the first role has the query heads."""
-    sides = [(first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]) for role in roles]
+    sides = [(first.weight(role), second.weight(role)) for role in roles]
     heads, kv_heads, size = len(sides[0][0]), len(sides[1][0]), sides[0][0].shape[1]
     if any(before.shape != after.shape or size > before.shape[2] for before, after in sides) or heads % kv_heads:
         return
     changed = [(before != after).flatten(1).any(1) for before, after in sides]
-    parts = {
-        name: part.double().clone()
-        for name, part in first.parts.items()
-        if has_heads(name) and name.split(".")[0] in roles
-    }
+    names = [name for name in first.parts if has_heads(name) and name.split(".")[0] in roles]
+    parts = {name: first.parts[name].double().clone() for name in names}
     key_bases: dict[int, Tensor] = {}
     for key_head in range(kv_heads):
         queries = list(range(key_head * heads // kv_heads, (key_head + 1) * heads // kv_heads))
         if not bool(changed[1][key_head]) or not bool(changed[0][queries].all()):
             continue
-        query, other = (part[queries].double().transpose(0, 1).flatten(1) for part in sides[0])
-        key, other_key = (part[key_head].double() for part in sides[1])
+        stacked = [part[queries].double().transpose(0, 1).flatten(1).mT for part in sides[0]]
         bases = [
-            torch.linalg.lstsq(before.mT, after.mT).solution.mT for before, after in ((query, other), (key, other_key))
+            torch.linalg.lstsq(*pair).solution.mT
+            for pair in (stacked, [part[key_head].double().mT for part in sides[1]])
         ]
         if not bool(torch.stack(bases).isfinite().all()) or float(torch.linalg.cond(bases[0])) > WIDEST:
             continue
@@ -261,8 +252,7 @@ def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
     The step is harmless if every A commutes with RoPE and no norm or other tensor acts on queries or keys.
     """
     text = "the basis of W_Q and W_K is changed within heads (to W_Q A and W_K A⁻ᵀ, with the same product M)"
-    repair = None
-    harmless = False
+    repair, harmless = None, False
     if any(f"{role}.gain" in layer.parts for role in PERMUTED) or tensors_between(layer, PERMUTED):
         text += ", but the norm of queries and keys does not commute with the change"
         repair = "undo the change of basis before the norm"
@@ -311,18 +301,13 @@ def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
 def propose_always(first: Layer, second: Layer) -> Iterator[Step]:
     """Yield structural steps that `diagnose` tries as first causes even if they explain nothing by themselves."""
     roles = present_roles(first, second, roles=("query", "key", "value"))
-    shapes = {layer.parts[f"{role}.weight"].shape for role in roles for layer in (first, second)}
+    shapes = {layer.weight(role).shape for role in roles for layer in (first, second)}
     if len(shapes) != 1 or len(roles) < 2:
         return
-    kinds = (*KINDS, "gain")
     gains = {"query.gain", "key.gain"} & first.parts.keys()
-    for exchanged_kinds in (kinds, KINDS) if gains else (KINDS,):
-        parts = {
-            f"{role}.{kind}": first.parts[f"{other}.{kind}"]
-            for role, other in (("query", "key"), ("key", "query"))
-            for kind in exchanged_kinds
-            if f"{other}.{kind}" in first.parts and f"{role}.{kind}" in first.parts
-        }
+    for kinds in ((*KINDS, "gain"), KINDS) if gains else (KINDS,):
+        pairs = [(f"{role}.{kind}", f"{other}.{kind}") for role, other in (PERMUTED, PERMUTED[::-1]) for kind in kinds]
+        parts = {name: first.parts[other] for name, other in pairs if {name, other} <= first.parts.keys()}
         yield Step("exchanged", "W_Q and W_K are exchanged", "exchange W_Q and W_K", parts)
     if len(roles) == 3:
         yield from (_split_step(first, flat) for flat in (True, False))

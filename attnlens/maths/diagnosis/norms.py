@@ -8,8 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import SINGLE, Layer, Parts, has_heads, name_parts, name_unchanged, residuals
-from attnlens.maths.diagnosis.steps import BETTER, PERMUTED, Step
+from attnlens.maths.diagnosis.layer import (
+    BETTER,
+    PERMUTED,
+    SINGLE,
+    Layer,
+    Parts,
+    Step,
+    has_heads,
+    name_parts,
+    name_unchanged,
+    residuals,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float

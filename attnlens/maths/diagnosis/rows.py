@@ -7,19 +7,25 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import Layer, list_names, name_parts, name_unchanged, residuals, sines_between
-from attnlens.maths.diagnosis.steps import (
+from attnlens.maths.diagnosis.layer import (
     KINDS,
     PERMUTED,
     SIDES,
+    Layer,
     Step,
     are_better,
+    list_names,
+    match_rows,
     mean_angles,
+    name_heads,
+    name_unchanged,
+    name_weights,
     present_roles,
     query_heads_of,
+    residuals,
+    sines_between,
     tensors_between,
 )
 
@@ -76,7 +82,7 @@ def _reorder(layer: Layer, role: str, heads: Sequence[int], order: Tensor, secon
         if kind == "weight" or after < before:
             parts[name] = part
     name = f"{role}.gain"
-    gain, count = layer.parts.get(name), len(layer.parts[f"{role}.weight"])
+    gain, count = layer.parts.get(name), len(layer.weight(role))
     if gain is None or gain.numel() not in (len(order), count * len(order)):
         return parts
     by_head = gain.reshape(-1, len(order)).clone()  # one row, or one per head
@@ -90,19 +96,12 @@ def _reorder(layer: Layer, role: str, heads: Sequence[int], order: Tensor, secon
     return parts
 
 
-def _match_rows(first: Float[Tensor, "rows width"], second: Float[Tensor, "rows width"]) -> Tensor:
-    """Return the index in `first` of each row of `second`, matched one to one so that directions agree best."""
-    units = [torch.nn.functional.normalize(part.double(), dim=1) for part in (second, first)]
-    similar = units[0] @ units[1].mT
-    return torch.from_numpy(linear_sum_assignment(-similar.cpu().numpy())[1])
-
-
 def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
     """Propose that rows of W_Q or W_K were permuted for a wrong number of heads: one, or that of the other matrix."""
     present = present_roles(first, second, roles=PERMUTED)
-    counts = {role: first.parts[f"{role}.weight"].shape[0] for role in present}
+    counts = {role: first.weight(role).shape[0] for role in present}
     for role in present:
-        before, after = first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]
+        before, after = first.weight(role), second.weight(role)
         rows = before.flatten(0, 1)
         for count in {*counts.values(), 1} - {counts[role]}:
             if before.shape != after.shape or len(rows) % (2 * count):
@@ -117,7 +116,7 @@ def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
                 if f"{role}.bias" in first.parts:
                     bias = first.parts[f"{role}.bias"]
                     parts[f"{role}.bias"] = bias.flatten()[flat].reshape(bias.shape)
-                symbol = name_parts([f"{role}.weight"])
+                symbol = name_weights([role])
                 wrong = "a single head" if count == 1 else f"{count} heads"
                 text = f"the rows of {symbol} were permuted ({NAMED[name][0].split(' instead')[0]}) as for {wrong}"
                 text += f", but {symbol} has {counts[role]}"
@@ -135,7 +134,7 @@ def _permuted_rows(first: Layer, second: Layer, roles: tuple[str, str]) -> Itera
     """Propose one step for each kind of order found in the heads of two roles."""
     orders_by_kind: dict[str, dict[str, dict[int, Tensor]]] = defaultdict(lambda: defaultdict(dict))
     for role in present_roles(first, second, roles=roles):
-        before, after = first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]
+        before, after = first.weight(role), second.weight(role)
         if before.shape != after.shape:
             continue
         old, orders = mean_angles(before, after), _candidate_orders(first, before.shape[1])
@@ -145,7 +144,7 @@ def _permuted_rows(first: Layer, second: Layer, roles: tuple[str, str]) -> Itera
             if bool(are_better(new[name], old)[head]):
                 orders_by_kind[name][role][head] = orders[name]
                 continue
-            order = _match_rows(before[head], after[head])
+            order = match_rows(before[head], after[head])
             fits = mean_angles(before[head : head + 1, order], after[head : head + 1])
             if bool(are_better(fits, old[head : head + 1])):
                 orders_by_kind["permuted rows"][role][head] = order
@@ -170,13 +169,13 @@ def _row_step(
             parts |= _reorder(current, role, heads, torch.tensor(order), second)
             current = first.with_parts(parts)
         concerned |= set(orders) if role == roles[0] else set(query_heads_of([*orders], first))
-    names = name_parts([f"{role}.weight" for role in by_role])
-    subjects = [f"{'columns' if role == 'output' else 'rows'} of {name_parts([f'{role}.weight'])}" for role in by_role]
+    names = name_weights(by_role)
+    subjects = [f"{'columns' if role == 'output' else 'rows'} of {name_weights([role])}" for role in by_role]
     subject = list_names(subjects) if roles != PERMUTED else f"rows of {names}"
     kind, _, scope = name.partition(" of ")
     words, repair = NAMED.get(kind, ("in a different order within each head", None))
-    whole = len(concerned) == len(first.parts["query.weight"])
-    if not whole:  # the repair must not be applied to the other heads
+    where = name_heads(concerned, first)
+    if where:  # the repair must not be applied to the other heads
         which = "this head" if len(concerned) == 1 else "each of these heads"
         words, repair = words.replace("each head", which), repair and repair.replace("each head", which)
     scope = " (of the coordinates that RoPE rotates)" if scope else ""
@@ -188,7 +187,7 @@ def _row_step(
         result = "attention" if roles == PERMUTED else "attention's output"
         text += f", the same in both: {result} is the same"
     repair = None if harmless else (repair or "write the rows of {q} in the first model's order").format(q=names)
-    return Step(kind, text, repair, parts, () if whole else tuple(sorted(concerned)), harmless)
+    return Step(kind, text, repair, parts, where, harmless)
 
 
 SAMPLE = 64  # number of rows that are compared before all rows are matched
@@ -198,16 +197,18 @@ def propose_rows_across_heads(first: Layer, second: Layer) -> Iterator[Step]:
     """Propose that the rows of W_Q, W_K or both were permuted across heads."""
     orders: dict[str, Tensor] = {}
     for role in present_roles(first, second, roles=PERMUTED):
-        before, after = first.parts[f"{role}.weight"], second.parts[f"{role}.weight"]
+        before, after = first.weight(role), second.weight(role)
         order = _match_across_heads(before, after) if before.shape == after.shape else None
-        if order is not None and _mixes_heads(order, before.shape[1]):
-            orders[role] = order
+        if order is not None:
+            sources = order.view(before.shape[:2]) // before.shape[1]  # heads from which each head's rows come
+            if bool((sources != sources[:, :1]).any()):
+                orders[role] = order
     if not orders:
         return
     parts: dict[str, Tensor] = {}
     concerned, stays = set[int](), list[str]()
     for role, order in orders.items():
-        count, size = first.parts[f"{role}.weight"].shape[:2]
+        count, size = first.weight(role).shape[:2]
         for name in (f"{role}.weight", f"{role}.bias", f"{role}.gain"):
             part = first.parts.get(name)
             if part is None or part.numel() % len(order):
@@ -220,11 +221,10 @@ def propose_rows_across_heads(first: Layer, second: Layer) -> Iterator[Step]:
                 stays.append(name)
         changed = (order != torch.arange(len(order))).view(count, size).any(1).nonzero().flatten().tolist()
         concerned |= set(changed if role == "query" else query_heads_of(changed, first))
-    names = name_parts([f"{role}.weight" for role in orders])
+    names = name_weights(orders)
     text = f"the rows of {names} are in a different order across heads{name_unchanged(stays)}"
     repair = f"write the rows of {names} in the first model's order"
-    whole = len(concerned) == len(first.parts["query.weight"])
-    yield Step("rows across heads", text, repair, parts, () if whole else tuple(sorted(concerned)))
+    yield Step("rows across heads", text, repair, parts, name_heads(concerned, first))
 
 
 def _match_across_heads(
@@ -245,15 +245,9 @@ def _match_across_heads(
     old, new = (sines_between(before[places], after[chosen]) for places in (chosen, nearest))
     if not bool(are_better(new, old).any()):
         return None
-    order[moved.cpu()] = moved.cpu()[_match_rows(before[moved], after[moved])]
+    order[moved.cpu()] = moved.cpu()[match_rows(before[moved], after[moved])]
     old, new = (mean_angles(part.view(first.shape), second) for part in (before, before[order]))
     return order if bool(are_better(new, old)[old > 0].all()) else None
-
-
-def _mixes_heads(order: Int[Tensor, " rows"], size: int) -> bool:
-    """Return True if an order of all rows puts rows of several heads into one head."""
-    sources = order.view(-1, size) // size
-    return bool((sources != sources[:, :1]).any())
 
 
 def _stays(name: str, parts: dict[str, Tensor], layer: Layer) -> bool:
@@ -266,9 +260,9 @@ def _same_orders(by_role: dict[str, dict[int, Tensor]], layer: Layer, roles: tup
     """Return True if the rows of both roles have the same order in every head."""
     if set(by_role) != set(roles):
         return False
-    heads, kv_heads = (len(layer.parts[f"{role}.weight"]) for role in roles)
+    heads, kv_heads = (len(layer.weight(role)) for role in roles)
     queries, keys = (by_role[role] for role in roles)
-    identity = torch.arange(layer.parts[f"{roles[0]}.weight"].shape[1])
+    identity = torch.arange(layer.weight(roles[0]).shape[1])
     return all(
         torch.equal(queries.get(head, identity), keys.get(head * kv_heads // heads, identity)) for head in range(heads)
     )

@@ -15,15 +15,20 @@ from attnlens.maths.diagnosis.layer import (
     FACTOR,
     ROUNDING,
     SINGLE,
+    Fit,
     Layer,
+    Pair,
     Parts,
+    Step,
+    Structural,
+    TensorHypothesis,
     count_heads,
     has_heads,
+    name_heads,
     name_parts,
     residuals,
     rounding_limit,
 )
-from attnlens.maths.diagnosis.steps import Fit, Pair, Step, Structural, TensorHypothesis
 
 STRUCTURAL: tuple[Structural, ...] = (
     rows.propose_wrong_head_count,
@@ -87,9 +92,8 @@ NEAR = 0.5  # largest share of a difference that the closest hypothesis can leav
 State = dict[str, Tensor]  # by part: a mask of its heads, such as those that are not explained yet
 
 
-def _is_broken(part: Tensor) -> bool:
-    """Return True if the part contains NaN or infinite numbers."""
-    return part.is_floating_point() and not bool(part.isfinite().all())
+def _is_finite(part: Tensor) -> bool:
+    return bool(part.isfinite().all())
 
 
 def _rounded_heads(first: Tensor, second: Tensor) -> Tensor:
@@ -195,7 +199,7 @@ class Search:
         self.broken: State = {}
         for name in self.names:
             before, after = self.first.parts[name], self.second.parts[name]
-            if before.shape == after.shape and not bool(after.isfinite().all()):
+            if before.shape == after.shape and not _is_finite(after):
                 new = (before.isfinite() & ~after.isfinite()).reshape(count_heads(after, name), -1).any(1)
                 self.broken |= {name: new} if bool(new.any()) else {}
         if self.broken:
@@ -204,7 +208,7 @@ class Search:
             repair = f"copy {name_parts(names)} from the first model"
             self.causes.append(Cause("not finite", text, repair, heads, 1.0, names))
         self.first, self.second = (
-            side.with_parts({name: part.nan_to_num(0, 0, 0) for name, part in side.parts.items() if _is_broken(part)})
+            side.with_parts({n: part.nan_to_num(0, 0, 0) for n, part in side.parts.items() if not _is_finite(part)})
             for side in (self.first, self.second)
         )
 
@@ -258,7 +262,8 @@ class Search:
             if not bool(heads.any()) or layer.parts[name].shape != self.second.parts[name].shape:
                 continue
             for fit, chosen, residual in self._fits(layer, name, heads):
-                if bool(self._explains(layer, name, fit, chosen)):
+                predicted = self._predict(layer, name, fit, chosen)
+                if not bool(self.still_open({name: predicted}, name)[chosen].any()):
                     fit_groups[fit.hypothesis, fit.text].append((name, fit, chosen))
                     break
                 near = residual < NEAR * float(self.start[name].max())
@@ -321,10 +326,6 @@ class Search:
         part = layer.parts[name].double().clone()
         part[chosen] = fit.predicted.double()
         return part
-
-    def _explains(self, layer: Layer, name: str, fit: Fit, chosen: Tensor) -> bool:
-        """Return True if the fit explains all chosen heads."""
-        return not bool(self.still_open({name: self._predict(layer, name, fit, chosen)}, name)[chosen].any())
 
     def _adopt_fits(self, fits: list[tuple[str, Fit, Tensor]]) -> None:
         """Add the hypothesis of these fits to the causes; replace the fitted tensors of `current` by predictions."""
@@ -397,7 +398,6 @@ class Search:
         """
         if "query.weight" not in self.first.parts or not all(map(has_heads, concerned)):
             return ()
-        heads, query_heads = len(self.first.parts["query.weight"]), set[int]()
-        for part in concerned.values():
-            query_heads |= {head for head in range(heads) if bool(part[head * len(part) // heads])}
-        return () if len(query_heads) == heads else tuple(sorted(query_heads))
+        key_heads = torch.arange(heads := len(self.first.weight("query")))
+        masks = [part.cpu()[key_heads * len(part) // heads] for part in concerned.values()]
+        return name_heads(torch.stack(masks).any(0).nonzero().flatten().tolist() if masks else [], self.first)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attnlens.maths.diagnosis.layer import ROUNDING, SINGLE
-from attnlens.maths.diagnosis.steps import Fit, Pair, show_factor
-from attnlens.wording import format_spans
+from attnlens.maths.diagnosis.layer import ROUNDING, SINGLE, Fit, Pair, show_factor
+from attnlens.wording import format_count, format_spans
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -232,8 +231,7 @@ def propose_grid(pair: Pair) -> Iterator[Fit]:
         predicted = _ungroup(torch.where(near, second, nearest), where, pair)
         yield Fit("quantised to {number} bit{s}", text, None, predicted, number=grid.bits)
         if not bool(near.all()):
-            rows = [_as_rows(part, pair).double() for part in (pair.first, pair.second)]
-            yield from _adapted_grid(rows, second, grid, where, pair)
+            yield from _adapted_grid(second, grid, where, pair)
 
 
 MOST_MOVED = 1.0, 0.75
@@ -262,7 +260,7 @@ def _find_grids(pair: Pair) -> Iterator[tuple[str, Tensor, Tensor, Grid]]:
     """Yield the first grouping of B whose groups all lie on a grid: its name, the groups of A and B, and the grid."""
     if pair.first.dim() < 2:
         return
-    for where, first, second in _list_groups(*(_as_rows(part, pair).double() for part in (pair.first, pair.second))):
+    for where, first, second in _list_groups(*_both_as_rows(pair)):
         if find_grid(second[:SAMPLE], pair.second_spacing) is None:
             continue
         grid = find_grid(second, pair.second_spacing)
@@ -283,7 +281,7 @@ def propose_float8(pair: Pair) -> Iterator[Fit]:
     """
     if pair.first.dim() < 2:
         return
-    rows = [_as_rows(part, pair).double() for part in (pair.first, pair.second)]
+    rows = _both_as_rows(pair)
     whole = "with one factor", rows[0].reshape(1, -1), rows[1].reshape(1, -1)
     for where, first, second in (whole, *_list_groups(*rows)):
         for name, kind in FLOAT8.items():
@@ -333,7 +331,6 @@ def _list_groups(first: Tensor, second: Tensor) -> Iterator[tuple[str, Tensor, T
 
 
 def _ungroup(groups: Tensor, where: str, pair: Pair) -> Tensor:
-    """Return grouped values in the shape of the part."""
     rows = groups.T if where == COLUMNS else groups.reshape(-1, _as_rows(pair.second, pair).shape[1])
     return _from_rows(rows, pair)
 
@@ -345,6 +342,10 @@ def _as_rows(part: Tensor, pair: Pair) -> Tensor:
     return part.T if pair.inputs_first else part.flatten(0, -2)
 
 
+def _both_as_rows(pair: Pair) -> tuple[Tensor, Tensor]:
+    return _as_rows(pair.first, pair).double(), _as_rows(pair.second, pair).double()
+
+
 def _from_rows(rows: Tensor, pair: Pair) -> Tensor:
     """Return a matrix with one row per output in the shape of the part (inverse of `_as_rows`)."""
     if pair.inputs_first:
@@ -353,6 +354,9 @@ def _from_rows(rows: Tensor, pair: Pair) -> Tensor:
         return rows.reshape(pair.second.shape)
     heads, size, width = pair.second.shape
     return rows.reshape(width, heads, size).permute(1, 2, 0)
+
+
+TRAINED = 0.1  # largest ‖b − a‖/‖a‖ of a row or column that counts as trained; replaced rows differ by more
 
 
 def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
@@ -375,22 +379,13 @@ def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
             places = torch.tensor(pair.heads)[places.cpu() // size] * size + places.cpu() % size
         several = "s" if len(places) > 1 else ""
         text = f"{{parts}} changed in {len(places)} {kind}{several} only: {format_spans(places.tolist())}"
-        if _are_trained(first, second, changed.any(1 - axis), axis):
-            yield Fit(
-                f"{kind}s trained", f"{text} (by at most a tenth of their size, as in training)", None, pair.second
-            )
+        before, after = (part.double().movedim(axis, 0)[changed.any(1 - axis)] for part in (first, second))
+        if bool(((after - before).norm(dim=1) <= TRAINED * before.norm(dim=1)).all()):
+            text += " (by at most a tenth of their size, as in training)"
+            yield Fit(f"{kind}s trained", text, None, pair.second)
         else:
             yield Fit(f"{kind}s replaced", text, f"copy the {kind}{several} from the first model", pair.second)
         return
-
-
-TRAINED = 0.1  # largest ‖b − a‖/‖a‖ of a row or column that counts as trained; replaced rows differ by more
-
-
-def _are_trained(first: Tensor, second: Tensor, changed: Tensor, axis: int) -> bool:
-    """Return True if each changed row (axis 0) or column (axis 1) moved by at most a tenth of its length."""
-    before, after = (part.double().movedim(axis, 0)[changed] for part in (first, second))
-    return bool(((after - before).norm(dim=1) <= TRAINED * before.norm(dim=1)).all())
 
 
 def propose_factors(pair: Pair) -> Iterator[Fit]:
@@ -407,7 +402,7 @@ def propose_factors(pair: Pair) -> Iterator[Fit]:
     matrix = pair.weight
     if matrix is None or matrix.first.dim() < 2 or matrix.first.shape != matrix.second.shape:
         return
-    first, second = (_as_rows(part, matrix).double() for part in (matrix.first, matrix.second))
+    first, second = _both_as_rows(matrix)
     if len(first) == pair.first.numel():
         factors = _fit_row_factors(first, second)
         yield _scale_each("row", factors, factors.view_as(pair.first) * pair.first.double())
@@ -430,13 +425,11 @@ TINY = torch.finfo(torch.float64).tiny
 
 def _list_scaled(pair: Pair) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield "head", "row" or "column", and both parts as matrices with one row per head, row or column."""
-    parts = [part.double() for part in (pair.first, pair.second)]
-    if len(pair.heads) > 1 and parts[0][0].numel() >= LEAST_VALUES:
-        first, second = (part.flatten(1) for part in parts)
-        yield "head", first, second
+    if len(pair.heads) > 1 and pair.first[0].numel() >= LEAST_VALUES:
+        yield "head", pair.first.double().flatten(1), pair.second.double().flatten(1)
     if pair.first.dim() < 2 or pair.name.endswith("bias"):
         return
-    first, second = (_as_rows(part, pair) for part in parts)
+    first, second = _both_as_rows(pair)
     if min(first.shape) >= LEAST_VALUES:
         yield "row", first, second
         yield "column", first.T, second.T
@@ -455,23 +448,27 @@ def propose_low_rank(pair: Pair) -> Iterator[Fit]:
     if pair.first.dim() < 2:
         return
     first, second = (part.double().flatten(0, -2) for part in (pair.first, pair.second))
-    change, most = second - first, _largest_rank(first)
-    if most < 1:
-        return
-    left, values, right = _leading_directions(change, most + 8)
+    change = second - first
     rounding = ROUNDING * pair.second_spacing * float(second.norm()) * sum(side**-0.5 for side in change.shape)
-    rank = int((values > 2 * rounding).sum())
-    if not 1 <= rank <= most or int((change != 0).sum()) <= rank * (sum(change.shape) - rank):
+    fitted = _fit_low_rank(change, 2 * rounding)
+    if fitted is None:
+        return
+    update, rank = fitted[0], len(fitted[1])
+    if int((change != 0).sum()) <= rank * (sum(change.shape) - rank):
         return  # a few changed values are always of low rank
-    update = left[:, :rank] * values[:rank] @ right[:rank]
     text = f"{{parts}} changed by an update of rank {{number}} {ORIGIN}"
     predicted = (first + update).reshape(pair.second.shape)
     yield Fit("rank {number} update", text, None, predicted, number=rank)
 
 
-def _largest_rank(matrix: Tensor) -> int:
-    """Return the largest rank that counts as low for an update of this matrix."""
-    return min(RANKS, min(matrix.shape) // 4)
+def _fit_low_rank(change: Float[Tensor, "rows width"], noise: float) -> tuple[Tensor, Tensor] | None:
+    """Return the part of a matrix with singular values above `noise`, and these values; None unless its rank is low."""
+    most = min(RANKS, min(change.shape) // 4)
+    if most < 1:
+        return None
+    left, values, right = _leading_directions(change, most + 8)
+    rank = int((values > noise).sum())
+    return (left[:, :rank] * values[:rank] @ right[:rank], values[:rank]) if 1 <= rank <= most else None
 
 
 def _leading_directions(matrix: Float[Tensor, "rows width"], count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -489,24 +486,21 @@ CLEAR = 1.2  # least singular value of an update, relative to the largest singul
 AGREEMENT = 0.05  # largest relative difference between the errors' root mean square and that of uniform rounding
 
 
-def _adapted_grid(rows: Sequence[Tensor], levels: Tensor, grid: Grid, where: str, pair: Pair) -> Iterator[Fit]:
+def _adapted_grid(levels: Tensor, grid: Grid, where: str, pair: Pair) -> Iterator[Fit]:
     """Propose that A was changed by an update of low rank, and then rounded to the grid.
 
     Rounding errors are uniform up to half a step, and independent. In units of the step, B − A is then a matrix of rank
     r plus noise of variance 1/12; the singular values of the noise are at most about (√rows + √columns)/√12.
     """
-    first, second = rows
+    first, second = _both_as_rows(pair)
     steps = grid.step.expand(levels.shape)
     by_row = (steps.T if where == COLUMNS else steps.reshape(first.shape)).square().mean(1, keepdim=True).sqrt()
-    change, most = (second - first) / by_row, _largest_rank(first)
-    if most < 1:
-        return
-    left, values, right = _leading_directions(change, most + 8)
+    change = (second - first) / by_row
     noise = sum(side**0.5 for side in change.shape) / 12**0.5
-    rank = int((values > noise).sum())
-    if not 1 <= rank <= most or float(values[rank - 1]) < CLEAR * noise:
+    fitted = _fit_low_rank(change, noise)
+    if fitted is None or float(fitted[1][-1]) < CLEAR * noise:
         return
-    update = left[:, :rank] * values[:rank] @ right[:rank]
+    update, rank = fitted[0], len(fitted[1])
     errors = float((change - update).square().mean().sqrt())
     expected = math.prod(1 - rank / side for side in change.shape) ** 0.5 / 12**0.5
     if abs(errors / expected - 1) > AGREEMENT:
@@ -515,10 +509,7 @@ def _adapted_grid(rows: Sequence[Tensor], levels: Tensor, grid: Grid, where: str
     updated = first + update * by_row
     grouped = updated.T if where == COLUMNS else updated.reshape(levels.shape)
     near = (grouped - levels).abs() <= 1.5 * grid.step
-    text = f"{{parts}} changed by an update of rank {{number}}, then quantised to {_count_bits(grid.bits)} {where}"
+    bits = format_count(grid.bits, "bit")
+    text = f"{{parts}} changed by an update of rank {{number}}, then quantised to {bits} {where}"
     predicted = _ungroup(torch.where(near, levels, grid.nearest(grouped)), where, pair)
-    yield Fit(f"rank {{number}} update, quantised to {_count_bits(grid.bits)}", text, None, predicted, number=rank)
-
-
-def _count_bits(bits: int) -> str:
-    return f"{bits} bit" if bits == 1 else f"{bits} bits"
+    yield Fit(f"rank {{number}} update, quantised to {bits}", text, None, predicted, number=rank)

@@ -298,7 +298,6 @@ def _decide_by_cholesky(kernel: Float[Tensor, "some n n"], rounding: Float[Tenso
 
 
 def _has_cholesky(kernel: Float[Tensor, "some n n"], shift: Float[Tensor, " some"]) -> Bool[Tensor, " some"]:
-    """Return True if K + shift · I has a Cholesky factor."""
     shifted = kernel.clone()
     shifted.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
     failed: Tensor = torch.linalg.cholesky_ex(shifted).info

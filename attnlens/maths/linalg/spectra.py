@@ -166,7 +166,6 @@ def gaussian_like(query_key: QueryKey, seed: int = 0) -> QueryKey:
 
 
 def _visible_pairs(query_key: QueryKey) -> Bool[Tensor, "*batch heads n m"]:
-    """Return True for the pairs that the mask does not hide."""
     if query_key.allowed is None:
         return torch.ones_like(query_key.logits, dtype=torch.bool)
     return query_key.allowed.expand_as(query_key.logits)
@@ -272,7 +271,6 @@ def _pool(workers: int) -> ThreadPoolExecutor:
 
 
 def _one_thread() -> None:
-    """Limit the calling worker thread to one torch thread."""
     torch.get_num_threads()  # the first call loads the initial value, which would otherwise override the next line
     torch.set_num_threads(1)
 
