@@ -785,4 +785,4 @@ def test_notes_on_other_things_than_forms_are_notes():
     note = "The tensors were read twice."
     answers = {each.question: each.answer for each in findings(report, notes=[note])}
     assert answers["Note"] == note
-    assert answers["Form M?"].startswith("The query/key form M of 6 heads changed")
+    assert answers["Form M?"].startswith("The query/key form M changed in 6 heads")
