@@ -155,7 +155,7 @@ def start_workers(engine: str, jobs: int) -> None:
 
 
 DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("figure", "html")  # Files to write
-STDIN = STDOUT = "-"
+STDOUT = "-"
 HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")  # Form of a hub id; local folders and files can have it too
 TEXT_OPTIONS = ("pairs", "labelled", "text", "calibration", "series")  # `text`, `calibration`: files or datasets
 TEXT_REMEDY = "Give a plain text file in UTF-8."
@@ -170,18 +170,13 @@ def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> dict[str, 
             dataset = dataset_rows(str(path)) if option in ("text", "calibration") else None
             if dataset is not None:
                 inputs[os.path.realpath(with_home(dataset.name))] = f"a file of the dataset that --{option} reads"
-            elif str(path) != STDIN:
+            elif str(path) != "-":
                 check_readable(resolved := with_home(str(path)), f"The text {path}", TextError, TEXT_REMEDY)
                 if resolved.is_file() and not resolved.stat().st_size:  # before torch is imported
                     raise empty_text(path.name)
                 inputs[os.path.realpath(resolved)] = f"which --{option} reads"
     if options.get("ranks") is not None:
-        from attnlens.records import read_plan
-
-        plan = Path(options["ranks"])
-        if not plan.is_fifo():  # a pipe can be read only once, by the run
-            read_plan(plan)
-        inputs[os.path.realpath(plan)] = "which --ranks reads"
+        inputs[os.path.realpath(options["ranks"])] = "which --ranks reads"
     if models:
         from attnlens.models.loading.locate import check_endpoint
 
@@ -329,6 +324,8 @@ def deliver(
     command's options. A failure does not prevent other outputs. At the end, the last failure is raised or, if
     `interrupted`, Exit.
     """
+    from attnlens.report.render import terminal
+
     if writers is None or summary is None:
         from attnlens.report import export  # late, because it loads the records
 
@@ -343,8 +340,12 @@ def deliver(
             with _collect(failures):
                 write_atomically(path, writers[option](report).encode())
                 written.append(str(path))
-        with _collect(failures):
-            _show(outputs, report, summary)
+        with _collect(failures), guard_stdout():
+            if outputs.json == STDOUT:
+                expect_json(False)
+                sys.stdout.buffer.write(report.to_json().encode())
+            if not outputs.quiet:
+                console(stderr=outputs.json == STDOUT).print(terminal.document(summary(report)))
         if annotate is not None:
             with _collect(failures):
                 annotate()
@@ -403,18 +404,6 @@ def _add_windows_file(outputs: Outputs, report: Report) -> Report:
     content = WRITERS["windows_csv"](report).encode()
     windows_file = File(name=files["windows_csv"].name, sha256=sha256(content).hexdigest())
     return report.model_copy(update={"windows_file": windows_file})
-
-
-def _show(outputs: Outputs, report: Report, summary: Callable[[Report], Document]) -> None:
-    """Print the summary (unless --quiet) and, with `--json -`, the report as JSON."""
-    from attnlens.report.render import terminal
-
-    with guard_stdout():
-        if outputs.json == STDOUT:
-            expect_json(False)
-            sys.stdout.buffer.write(report.to_json().encode())
-        if not outputs.quiet:
-            console(stderr=outputs.json == STDOUT).print(terminal.document(summary(report)))
 
 
 def _draw_figures(outputs: Outputs, report: Report, failures: list[AttnlensError | typer.Exit]) -> Iterator[Path]:

@@ -10,10 +10,10 @@ import time
 import traceback
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -24,7 +24,6 @@ from attnlens.wording import clean, shorten_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-V = TypeVar("V")
 ReportProgress = Callable[[str, int, int], None]  # Report progress: (stage, steps done, total steps)
 PLAIN_SECONDS = 10.0  # Interval of progress lines if no bar can be shown, in seconds
 ESTIMATED, LONG = 5.0, 300.0  # Seconds after which a stage's duration is estimated, and shortest duration to announce
@@ -33,58 +32,44 @@ SPACING = 0.1  # Shortest time between reports that are used to estimate a durat
 AGREEMENT = 2.0  # Largest ratio between the estimates of a duration at which the duration is announced
 BOUNDED = "budget"  # Stage that is always announced, and whose steps are an upper bound: the search of `ranks`
 COUNTS = ("trials", "iterations", "seeds", "cells", "windows", "layers", "heads")  # Options that shorten a run
-AMOUNTS = {"generate": ("generate",), "heal": ("train",), "control": ("train",)}  # Stages whose length an option sets
-SHORTENING = AMOUNTS | {
-    "weights": ("layers", "heads"),
-    "compare": ("windows",),
-    "fit": ("windows",),
-    "fit rank": ("windows",),
-    "budget": ("windows",),
-    "rounding": ("windows",),
-    "attention rows": ("windows",),
-    "kernels": ("windows",),
-    "nuclear SVM": ("trials",),
-    "frobenius SVM": ("trials",),
-    "rank": ("trials",),
-    "feasibility": ("trials",),
+GENERATE, TRAIN = ("generate",), ("train",)  # Options that set the length of a stage
+STAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "parts of the run": ("sites and batches", COUNTS),
+    "weights": ("sites", ("layers", "heads")),
+    "tokens": ("windows", COUNTS),
+    "gathered": ("groups of sites", COUNTS),
+    "selection": ("sites", COUNTS),
+    "checkpoints": ("checkpoints", COUNTS),
+    "doctor": ("sites", COUNTS),
+    "compare": ("tokens", ("windows",)),
+    "attention rows": ("windows", ("windows",)),
+    "rounding": ("draws", ("windows",)),
+    "kernels": ("kernels", ("windows",)),
+    "fit": ("windows", ("windows",)),
+    "fit rank": ("windows", ("windows",)),
+    "budget": ("calibration windows read", ("windows",)),
+    "generate": ("models", GENERATE),
+    "sweep": ("swaps", COUNTS),
+    "heal": ("% of the training", TRAIN),
+    "control": ("% of the training", TRAIN),
+    "search": ("training runs", COUNTS),
+    "train": ("training runs", COUNTS),
+    "experiments": ("experiments", COUNTS),
+    "converge": ("iterations", COUNTS),
+    "local convergence": ("iterations", COUNTS),
+    "global selection": ("iterations", COUNTS),
+    "multi-token": ("iterations", COUNTS),
+    "next-token": ("iterations", COUNTS),
+    "nuclear SVM": ("trials", ("trials",)),
+    "frobenius SVM": ("trials", ("trials",)),
+    "rank": ("trials", ("trials",)),
+    "feasibility": ("trials", ("trials",)),
+    "binary kernel": ("fits", COUNTS),
+    "decay by training": ("steps", COUNTS),
+    "KSVD identities": ("cases", COUNTS),
 }
-"""Last or first part of a stage's name → options that shorten it; COUNTS for all other stages."""
-COUNTED = {
-    "parts of the run": "sites and batches",
-    "weights": "sites",
-    "tokens": "windows",
-    "gathered": "groups of sites",
-    "selection": "sites",
-    "checkpoints": "checkpoints",
-    "doctor": "sites",
-    "compare": "tokens",
-    "attention rows": "windows",
-    "rounding": "draws",
-    "kernels": "kernels",
-    "fit": "windows",
-    "fit rank": "windows",
-    "budget": "calibration windows read",
-    "generate": "models",
-    "sweep": "swaps",
-    "heal": "% of the training",
-    "control": "% of the training",
-    "search": "training runs",
-    "train": "training runs",
-    "experiments": "experiments",
-    "converge": "iterations",
-    "local convergence": "iterations",
-    "global selection": "iterations",
-    "multi-token": "iterations",
-    "next-token": "iterations",
-    "nuclear SVM": "trials",
-    "frobenius SVM": "trials",
-    "rank": "trials",
-    "feasibility": "trials",
-    "binary kernel": "fits",
-    "decay by training": "steps",
-    "KSVD identities": "cases",
-}
-"""Last or first part of a stage's name → noun for its steps; `% of …` if their unit depends on the options."""
+"""Last or first part of a stage's name → noun for its steps (`% of …` if their unit depends on the options), and the
+options that shorten the stage."""
 LONGEST_LINE = 600  # Maximum length of a message line, which may quote an untrusted file
 
 
@@ -271,7 +256,7 @@ def _announce_long(report_progress: ReportProgress, options: Collection[str]) ->
         pace.add(done)
         if stage not in announced and done < total and pace.duration >= ESTIMATED:
             seconds = pace.forecast(total - done)
-            least = SHORT if _find_stage(COUNTED, stage) in ("iterations", "trials") else LONG
+            least = SHORT if _find_stage(stage)[0] in ("iterations", "trials") else LONG
             if seconds and (stage == BOUNDED or min(seconds) > least):
                 announced.add(stage)
                 say(f"{stage}: {_format_time_left(stage, seconds)}.{_remedy(stage, options)}")
@@ -291,18 +276,18 @@ def _format_time_left(stage: str, seconds: Sequence[float], *, exact: bool = Fal
     return f"about {f'{number / 60:.0f} minutes' if number >= 120 else f'{number:.0f} seconds'} left"
 
 
-def _find_stage(table: Mapping[str, V], stage: str) -> V | None:
-    """Look up a stage by the last or, failing that, the first part of its name; return None if neither is in the table.
+def _find_stage(stage: str) -> tuple[str, tuple[str, ...]]:
+    """Look up a stage in STAGES by the last or, failing that, the first part of its name.
 
     The other part names a kernel, a checkpoint or a setting: `linear, generate`, `rank, d=4`.
     """
     parts = stage.split(", ")
-    return next((table[part] for part in (parts[-1], parts[0]) if part in table), None)
+    return next((STAGES[part] for part in (parts[-1], parts[0]) if part in STAGES), ("steps", COUNTS))
 
 
 def _format_count(stage: str, done: int, total: int) -> str:
     """Format the number of steps done, with their noun: `3 of 8 windows`, `40 % of the training`."""
-    counted = _find_stage(COUNTED, stage) or "steps"
+    counted, _ = _find_stage(stage)
     if counted.startswith("%"):
         return f"{100 * done / max(1, total):.0f} {counted}"
     return f"{done} of {total} {counted}"
@@ -310,11 +295,11 @@ def _format_count(stage: str, done: int, total: int) -> str:
 
 def _remedy(stage: str, options: Collection[str]) -> str:
     """Return a sentence that names the options that shorten a stage; empty if the command has none of them."""
-    shortening = _find_stage(SHORTENING, stage) or COUNTS
+    _, shortening = _find_stage(stage)
     names = [f"--{name}" for name in shortening if name in options]
     if not names:
         return ""
-    if stage.split(", ")[-1] in AMOUNTS:
+    if shortening in (GENERATE, TRAIN):
         return f" A smaller {names[0]} makes it shorter."
     listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     return f" Fewer {listed} make it shorter."
@@ -337,7 +322,7 @@ def _bars(terminal: Console) -> Iterator[ReportProgress]:
 
         def report_progress(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
-                counted = _find_stage(COUNTED, stage) or "steps"
+                counted, _ = _find_stage(stage)
                 tasks[stage] = bars.add_task(stage, total=total, counted="" if counted.startswith("%") else counted)
             bars.update(tasks[stage], completed=done, total=total, visible=done < total)  # long series have many stages
 

@@ -55,6 +55,7 @@ def check(context: typer.Context) -> None:
     from attnlens.checks import judging  # late, because it loads the records
     from attnlens.checks.rule import Tolerance
     from attnlens.report.render.markdown import junit, markdown, spreadsheet
+    from attnlens.report.report import read_report
     from attnlens.report.sections import checked
 
     params = context.params
@@ -68,7 +69,11 @@ def check(context: typer.Context) -> None:
     reading = opt.build(requests.InspectRequest, params)
     if not (names_report(subject) or reading.analyzers or request.update_baseline) and reading.source == "both":
         reading = reading.with_options(**judging.choose_options(rules, stored))
-    report = _load_report(subject, reading, outputs)
+    if names_report(subject):
+        report = read_report(subject)
+    else:
+        with working(outputs, type(reading).model_fields) as (analyses, progress):
+            report = analyses.inspect(checked_model(subject), progress=progress, request=reading)
     tolerance = Tolerance(request.relative, request.absolute, request.fdr)
     judged = judging.check_report(
         report, rules, stored, tolerance, request.baseline, allow_partial=request.allow_partial
@@ -163,17 +168,6 @@ def _add_inputs(subject: str, request: CheckRequest, inputs: dict[str, str], rul
             if what := describe_input(inputs, Path(request.baseline)):
                 raise UsageError(f"--baseline would replace {request.baseline}, {what}.", "Choose another path.")
         inputs[os.path.realpath(request.baseline)] = "the baseline"
-
-
-def _load_report(subject: str, reading: requests.InspectRequest, outputs: Outputs) -> Report:
-    """Read the report `subject` from its file, or inspect the model `subject`."""
-    if names_report(subject):
-        from attnlens.report.report import read_report
-
-        return read_report(subject)
-    with working(outputs, type(reading).model_fields) as (analyses, progress):
-        report: Report = analyses.inspect(checked_model(subject), progress=progress, request=reading)
-    return report
 
 
 def _annotate(report: Report, *, stderr: bool) -> None:

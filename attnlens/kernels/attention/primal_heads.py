@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
+    from attnlens.kernels.attention.sums import Real
+    from attnlens.kernels.registry import Tokens
     from attnlens.maths.ksvd import Convention
-
-    Tokens = Float[Tensor, "batch heads tokens head_dim"]
-    Real = Bool[Tensor, "#batch #heads tokens"] | None
 
 
 class PrimalHeads(nn.Module):

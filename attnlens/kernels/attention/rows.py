@@ -20,7 +20,8 @@ from attnlens.records import Call
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-    Key = Float[Tensor, "batch heads keys head_dim"]
+    from attnlens.kernels.registry import Key
+
     Near = Bool[Tensor, "#batch #heads rows columns"]
     Tile = Float[Tensor, "batch heads rows columns"]
     Outputs = Float[Tensor, "batch heads queries value_dim"]

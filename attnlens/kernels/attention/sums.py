@@ -19,20 +19,17 @@ from attnlens.records import Call
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
+    from attnlens.kernels.registry import Key, Query, Tokens
     from attnlens.maths.ksvd import Convention
 
-    Tokens = Float[Tensor, "batch heads tokens head_dim"]
-    Query = Float[Tensor, "batch heads queries head_dim"]
-    Key = Float[Tensor, "batch heads keys head_dim"]
     Value = Float[Tensor, "batch heads keys value_dim"]
     Sums = Float[Tensor, "batch heads queries value_dim"]
     Features = Float[Tensor, "batch heads tokens features"]
     Scores = Float[Tensor, "batch heads tokens scores"]
     Map = Float[Tensor, "heads features scores"]
     Multipliers = Float[Tensor, "heads scores"]
-    Real = (
-        Bool[Tensor, "#batch #heads tokens"] | None
-    )  # True for tokens that are not padding; None: no token is padding
+    # True for tokens that are not padding; None: no token is padding
+    Real = Bool[Tensor, "#batch #heads tokens"] | None
 
 
 def by_products(call: Call, kernel: Kernel) -> Sums:
