@@ -53,17 +53,6 @@ def test_inspect_alone_reads_the_demo_and_writes_every_output(tmp_path):
     assert "COMPLETE" in marked
 
 
-@pytest.mark.usefixtures("without_layout")
-def test_the_program_swaps_the_demo_and_writes_every_output(tmp_path):
-    result = invoke("swap-kernel", "--kernel", "rbf", "--generate", "0", *SMALL, *FILES, "-v", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "using demo" in result.stderr
-    assert not absent(result.stdout, "32 of 32 heads", "nats per token", "Sites")
-    assert read_report(tmp_path / "r.json").swap is not None
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
-    assert "rbf" in (tmp_path / "r.html").read_text()
-
-
 def test_json_goes_to_stdout_and_repeats_byte_by_byte():
     words = ("inspect", "demo", "--json", "-", "--layers", "1-2", "--heads", "0,5", *SMALL)
     one, other = invoke(*words), invoke(*words)

@@ -112,24 +112,21 @@ def test_every_picture_that_fails_is_named_and_the_others_are_drawn(tmp_path, mo
     assert "no measures" in capsys.readouterr().err
 
 
-def test_a_caption_replaces_no_input(tmp_path):
-    outputs = Outputs(figure=str(tmp_path / "heads.png"))
-    outputs.check({})
-    with pytest.raises(AttnlensError, match=r"replace .*heads\.png\.txt, which --text reads"):
-        outputs.check({os.path.realpath(tmp_path / "heads.png.txt"): "which --text reads"})
-
-
-def test_a_caption_replaces_no_other_output(tmp_path):
+def test_a_caption_replaces_no_input_or_output_and_bare_needs_a_picture(tmp_path):
     picture = str(tmp_path / "heads.png")
-    with pytest.raises(AttnlensError, match=r"--csv and --figure name the same file, .*heads\.png\.txt"):
-        Outputs(figure=picture, csv=f"{picture}.txt").check({})
-    Outputs(figure=picture, csv=f"{picture}.csv").check({})
-
-
-def test_bare_needs_a_picture(tmp_path):
-    with pytest.raises(AttnlensError, match="--bare has no effect without --figure"):
-        Outputs(bare=True, html=str(tmp_path / "page.html")).check({})
-    Outputs(bare=True, figure=str(tmp_path / "heads.png")).check({})
+    text = {os.path.realpath(f"{picture}.txt"): "which --text reads"}
+    for written, inputs, problem in (
+        (Outputs(figure=picture), text, r"replace .*heads\.png\.txt, which --text reads"),
+        (
+            Outputs(figure=picture, csv=f"{picture}.txt"),
+            {},
+            r"--csv and --figure name the same file, .*heads\.png\.txt",
+        ),
+        (Outputs(html=picture, bare=True), {}, "--bare has no effect without --figure"),
+    ):
+        with pytest.raises(AttnlensError, match=problem):
+            written.check(inputs)
+    Outputs(figure=picture, csv=f"{picture}.csv", bare=True).check({})
 
 
 @without_layout
@@ -197,14 +194,6 @@ def test_a_page_of_no_columns_shows_all_the_same():
         assert invoke(*words, COLUMNS="0").stdout == invoke(*words).stdout != "", words
 
 
-@pytest.mark.full
-def test_matplotlib_says_nothing_of_its_cache(tmp_path):
-    words = f"{LINE} --analyzer symmetry -q --figure a.png"
-    result = in_shell(f"attnlens {words}", tmp_path, afresh=True, MPLCONFIGDIR="/dev/null/none")
-    assert (result.returncode, result.stdout) == (0, "")
-    assert result.stderr == "Wrote a.png\n" * ("Wrote" in result.stderr)
-
-
 def on_a_terminal(*words, **environment):
     """What a Python process writes to a terminal on stderr."""
     ours, theirs = pty.openpty()
@@ -240,9 +229,15 @@ def test_a_terminal_is_animated_unless_that_is_switched_off():
     assert "\x1b" not in python("-c", BAR, FORCE_COLOR="1").stderr, "nor is a pipe"
 
 
-def test_progress_lines_count_all_units_and_the_time_left(monkeypatch, capsys):
-    clock = [0.0]
-    monkeypatch.setattr(show.time, "monotonic", lambda: clock[0])
+@pytest.fixture
+def clock(monkeypatch):
+    """The time in seconds, as a list of one number that a test sets."""
+    now = [0.0]
+    monkeypatch.setattr(show.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_progress_lines_count_all_units_and_the_time_left_and_name_what_is_counted(clock, capsys):
     with show.progress(shown=True) as report_progress:
         sites = (Site("a", 0, 0, "decoder"),)
         parts = [WorkUnit("weights", sites), *(WorkUnit("tokens", sites, batch, 2) for batch in range(9))]
@@ -253,49 +248,18 @@ def test_progress_lines_count_all_units_and_the_time_left(monkeypatch, capsys):
             more(unit)
     lines = [f"{done} of 10 sites and batches, 0:00:{left} left" for done, left in ((3, 28), (6, 16), (9, "04"))]
     assert capsys.readouterr().err.splitlines() == [f"parts of the run: {line}" for line in lines]
-
-
-def test_progress_lines_name_what_is_counted(monkeypatch, capsys):
-    clock = [0.0]
-    monkeypatch.setattr(show.time, "monotonic", lambda: clock[0])
-    with show.progress(shown=True) as tell:
-        for stage in ("budget", "linear, compare", "rank, nuclear, d=10", "heal", "unknown"):
+    counted = {
+        "budget": "1 of 4 calibration windows read",
+        "linear, compare": "1 of 4 tokens",
+        "rank, nuclear, d=10": "1 of 4 trials",
+        "heal": "25 % of the training",
+        "unknown": "1 of 4 steps",
+    }
+    with show.progress(shown=True) as report_progress:
+        for stage in counted:
             clock[0] += 20
-            tell(stage, 1, 4)
-    assert capsys.readouterr().err.splitlines() == [
-        "budget: 1 of 4 calibration windows read",
-        "linear, compare: 1 of 4 tokens",
-        "rank, nuclear, d=10: 1 of 4 trials",
-        "heal: 25 % of the training",
-        "unknown: 1 of 4 steps",
-    ]
-
-
-STORES = '''
-import sys
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-class NoCredentialsError(Exception):
-    """As botocore has it: no OSError."""
-NoCredentialsError.__module__ = "botocore.exceptions"
-class Closed(LocalFileSystem):
-    protocol = "closed"
-    @classmethod
-    def _strip_protocol(cls, path):
-        return LocalFileSystem._strip_protocol(path.split("://", 1)[-1])
-    def open(self, *_, **more):
-        raise NoCredentialsError("Unable to locate credentials")
-fsspec.register_implementation("closed", Closed)
-sys.argv[0] = "attnlens"
-from attnlens.cli import main
-main()
-'''
-
-
-def test_a_store_that_cannot_be_written_is_refused_in_two_lines(tmp_path):
-    for name, part in (("closed", "Unable to locate credentials"), ("nonsense", "nonsense")):
-        refused(python("-c", STORES, *ONE, "--work", f"{name}://work", cwd=tmp_path), name, part, "--work")
-        assert not list(tmp_path.rglob("*.json"))
+            report_progress(stage, 1, 4)
+    assert capsys.readouterr().err.splitlines() == [f"{stage}: {line}" for stage, line in counted.items()]
 
 
 FILES = ("--csv", "r.csv", "--markdown", "r.md", "--json", "again.json")
@@ -356,52 +320,22 @@ def test_a_model_that_was_not_saved_is_not_announced(tmp_path, monkeypatch):
     assert "Wrote r.json\n" in result.stderr
 
 
-def forecasts(monkeypatch, capsys, reports, options=("windows", "layers", "generate")):
-    """Lines on stderr after `reports`: (seconds, stage, steps done, total)."""
-    clock = [0.0]
-    monkeypatch.setattr(show.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(show, "PLAIN_SECONDS", math.inf)
-    with show.progress(shown=True, options=options) as report_progress:
-        for clock[0], *report in reports:
-            report_progress(*report)
-    return capsys.readouterr().err.splitlines()
-
-
-def test_the_search_of_ranks_always_says_how_long_it_takes_at_most(monkeypatch, capsys):
-    reports = [(0.3 * done, "budget", done, 100) for done in range(30)]
-    line = "budget: about 25 seconds left. Fewer --windows make it shorter."
-    assert forecasts(monkeypatch, capsys, reports) == [line]
-
-
-@pytest.mark.parametrize(("stage", "announced"), [("converge", True), ("sweep", False)])
-def test_converge_says_how_long_it_takes_if_that_is_more_than_a_minute(monkeypatch, capsys, stage, announced):
-    reports = [(2.0 * done, stage, done, 60) for done in range(5)]
-    lines = [f"{stage}: about 114 seconds left."] if announced else []
-    assert forecasts(monkeypatch, capsys, reports, ()) == lines
-
-
-@pytest.mark.parametrize(
-    ("name", "times", "announced"),
-    [
-        ("even steps", [0, 2, 4, 6, 8], "about 33 minutes left"),
-        ("a first step with costs that occur once", [0, 20, 20.3, 20.6, 20.9], None),
-        ("announced before its start", [0, 600, 600.1, 600.2, 600.3, 600.4], None),
-        ("one slow step, then fast ones", [0, 1, 7, 7.1, 7.2, 7.3, 7.4, 7.5], None),
-        ("too few steps after the first", [0, 3, 6], None),
-        ("steps that become slower", [0, 0.2, 0.4, 0.6, 3.6, 6.6], None),
-    ],
-)
-def test_a_long_stage_is_announced_only_if_both_halves_of_its_steps_agree(monkeypatch, capsys, name, times, announced):
-    counts = [0, *range(len(times) - 1)] if name.startswith("announced") else range(len(times))
-    reports = [(time, "sweep", done, 1000) for time, done in zip(times, counts, strict=True)]
-    lines = forecasts(monkeypatch, capsys, reports)
-    assert lines == ([f"sweep: {announced}. Fewer --windows or --layers make it shorter."] if announced else [])
-
-
-@pytest.mark.parametrize(
-    ("stage", "options", "remedy"),
-    [
-        ("sweep", ("windows", "layers", "heads", "generate"), " Fewer --windows, --layers or --heads make it shorter."),
+SLOW = "about 33 minutes left"
+FEWER = " Fewer --windows or --layers make it shorter."
+FORECASTS = [  # stage, seconds of its reports, total steps, options of the command, line on stderr
+    ("budget", [0.3 * done for done in range(30)], 100, ("windows",),
+     "about 25 seconds left. Fewer --windows make it shorter."),
+    ("converge", [0, 2, 4, 6, 8], 60, (), "about 114 seconds left."),
+    ("sweep", [0, 2, 4, 6, 8], 60, (), None),  # only stages of `converge` are announced after a minute
+    ("sweep", [0, 2, 4, 6, 8], 1000, ("windows", "layers", "generate"), f"{SLOW}.{FEWER}"),
+    *(("sweep", seconds, 1000, ("windows", "layers"), None) for seconds in (
+        [0, 20, 20.3, 20.6, 20.9],  # a first step with costs that occur once
+        [0, 1, 7, 7.1, 7.2, 7.3, 7.4, 7.5],  # one slow step, then fast ones
+        [0, 3, 6],  # too few steps after the first
+        [0, 0.2, 0.4, 0.6, 3.6, 6.6],  # steps that become slower
+    )),
+    *((stage, [0, 2, 4, 6], 1000, options, f"{SLOW}.{remedy}") for stage, options, remedy in (
+        ("sweep", ("windows", "layers", "heads"), " Fewer --windows, --layers or --heads make it shorter."),
         ("generate", ("windows", "generate"), " A smaller --generate makes it shorter."),
         ("linear, generate", ("windows", "generate"), " A smaller --generate makes it shorter."),
         ("heal", ("train", "windows"), " A smaller --train makes it shorter."),
@@ -409,8 +343,18 @@ def test_a_long_stage_is_announced_only_if_both_halves_of_its_steps_agree(monkey
         ("local convergence, W, frobenius SVM", CONVERGE_KINDS[SYNTHETIC_RUN], " Fewer --trials make it shorter."),
         ("converge", CONVERGE_KINDS[HEAD_RUN], " Fewer --iterations or --windows make it shorter."),
         ("binary kernel", ("experiments", "quick"), ""),
-    ],
-)
-def test_only_options_of_the_command_that_shorten_the_stage_are_suggested(monkeypatch, capsys, stage, options, remedy):
-    reports = [(2.0 * done, stage, done, 1000) for done in range(4)]
-    assert forecasts(monkeypatch, capsys, reports, options) == [f"{stage}: about 33 minutes left.{remedy}"]
+    )),
+]  # fmt: skip
+
+
+def test_a_long_stage_is_announced_if_both_halves_agree_with_the_options_that_shorten_it(clock, monkeypatch, capsys):
+    monkeypatch.setattr(show, "PLAIN_SECONDS", math.inf)
+    for stage, seconds, total, options, line in FORECASTS:
+        with show.progress(shown=True, options=options) as report_progress:
+            for done, clock[0] in enumerate(seconds):
+                report_progress(stage, done, total)
+        assert capsys.readouterr().err == ("" if line is None else f"{stage}: {line}\n"), (stage, seconds)
+    with show.progress(shown=True) as report_progress:  # announced before its start
+        for done, clock[0] in zip([0, *range(5)], [0, 600, 600.1, 600.2, 600.3, 600.4], strict=True):
+            report_progress("sweep", done, 1000)
+    assert capsys.readouterr().err == ""

@@ -130,18 +130,6 @@ def test_the_strength_of_the_ridge_is_the_best_on_the_sequences_held_out():
     assert norms[2] < norms[0]
 
 
-def test_more_scores_are_never_worse_on_the_calibration_text():
-    case, errors = call(causal=True), []
-    for scores in range(1, DIM + 3):
-        z = scored(case, observed(case, scores).solve())
-        moments = Moments.of(torch.cat([z, torch.ones_like(z[..., :1])], -1), own_output(case))
-        errors.append(squared_loss(moments, *regression(moments, moments.tokens * 0 + STRENGTHS[0])))
-    errors = torch.stack(errors)
-    assert (errors[1:] <= errors[:-1] * (1 + 1e-6)).all()
-    assert (errors[DIM - 1] < 0.99 * errors[0]).all()
-    torch.testing.assert_close(errors[DIM:], errors[DIM - 1].expand(2, -1))  # head_dim bounds the rank
-
-
 def test_padding_and_batches_do_not_matter_to_the_fit():
     case, extra = call(), call(seed=9)
     whole = observed(case, 4).solve()

@@ -87,37 +87,6 @@ def test_output_and_weights_are_the_definition_on_the_real_tokens_of_each_sequen
         assert apart(result, expected(exact, "exponential", tie)) <= border
 
 
-def energies(case, words):
-    """Σμ₊², Σμ₋², ‖JAJ‖² and n‖c‖² of log P, which is log k up to query-only terms; they sum to ‖LJ‖²."""
-    seen = weights(case, parsed(words)).log() @ centring(150)
-    core = centring(150) @ seen
-    mu = torch.linalg.eigvalsh((core + core.mT) / 2)
-    parts = {
-        "positive": mu.clamp(min=0).square().sum(-1),
-        "negative": mu.clamp(max=0).square().sum(-1),
-        "skew": ((core - core.mT) / 2).square().sum((-2, -1)),
-        "key": 150 * seen.mean(-2).square().sum(-1),
-    }
-    torch.testing.assert_close(sum(parts.values()), seen.square().sum((-2, -1)))
-    return parts
-
-
-def test_a_tie_deletes_its_parts_and_keeps_the_energy_of_the_others():
-    parts = {"skewless": {"skew"}, "negativeless": {"negative"}, "mercer": {"skew", "negative"}, "keyless": {"key"}}
-    before = energies(two_sided(), "exponential")
-    assert all(bool((energy > 5).all()) for energy in before.values()), "the control: each part is there before"
-    for tie, deleted in parts.items():
-        for name, energy in energies(two_sided(), tie).items():
-            if name in deleted:
-                assert bool((energy < 1e-18 * before[name]).all()), (tie, name)
-            else:
-                torch.testing.assert_close(energy, before[name])
-    after = energies(two_sided(), "symmetric")  # another kind of tie: its key gate is halved
-    torch.testing.assert_close(after["positive"], before["positive"])
-    assert bool((after["skew"] < 1e-18 * before["skew"]).all())
-    assert bool((after["key"] / before["key"] - 1).abs().max() > 0.5)
-
-
 def gated(case, *, by_query, by_key):
     """The same call with s⟨q, k⟩ + a_i + b_j, by one more dimension for each."""
 
