@@ -45,9 +45,9 @@ def _refuse_other(report: Report, baseline: Baseline) -> None:
         if ours != theirs:
             difference = f"{field} is {format_value(theirs)} in the baseline, but {format_value(ours)} in the report"
             if field.startswith("settings.text"):
-                names = [None if each.settings.text is None else each.settings.text.name for each in (baseline, report)]
-                if names[0] != names[1]:
-                    difference = f"settings.text is {names[0]} in the baseline, but {names[1]} in the report"
+                then, now = (getattr(run.settings.text, "name", None) for run in (baseline, report))
+                if then != now:
+                    difference = f"settings.text is {then} in the baseline, but {now} in the report"
                 remedy = "Measure both on the same text with --text FILE, or accept the report with --update-baseline."
             raise UsageError(f"The baseline belongs to a different run: {difference}.", remedy)
     known = set(report.measure_names())

@@ -198,10 +198,10 @@ def progress(*, shown: bool, options: Collection[str] = ()) -> Iterator[ReportPr
         if not shown:
             yield lambda _stage, _done, _total: None
         elif plain or not sys.stderr.isatty() or (terminal := console(stderr=True)).is_dumb_terminal:
-            yield _announce_long(_plain(), options)
+            yield _announce_long(_print_lines(), options)
         else:
             with _bars(terminal) as report_progress:
-                yield _announce_long(report_progress, options)
+                yield _announce_long(lambda stage, done, total, _: report_progress(stage, done, total), options)
     finally:
         log.removeHandler(handler)
 
@@ -211,11 +211,6 @@ class Pace:
 
     def __init__(self) -> None:
         self.reports: list[tuple[float, int]] = []  # (seconds, steps done) before and after the first step, and later
-
-    @property
-    def duration(self) -> float:
-        """Seconds since the last report before the first step."""
-        return time.monotonic() - self.reports[0][0]
 
     def add(self, done: int) -> None:
         """Add a report. Until the first step is done, keep only the latest report: some stages report 0 early."""
@@ -241,8 +236,8 @@ class Pace:
         return seconds if max(seconds) <= AGREEMENT * min(seconds) else []
 
 
-def _announce_long(report_progress: ReportProgress, options: Collection[str]) -> ReportProgress:
-    """Wrap a progress function so that it announces, once, each stage that will take longer than LONG seconds.
+def _announce_long(show: Callable[[str, int, int, Pace], None], options: Collection[str]) -> ReportProgress:
+    """Return a progress function that calls `show`, and announces once each stage that takes longer than LONG seconds.
 
     The limit is SHORT for stages counted in iterations or trials. Forecasts are made after ESTIMATED seconds of a
     stage, if its steps take similar times. The stage BOUNDED is always announced. `options` are the names of the
@@ -251,18 +246,19 @@ def _announce_long(report_progress: ReportProgress, options: Collection[str]) ->
     paces: defaultdict[str, Pace] = defaultdict(Pace)
     announced: set[str] = set()
 
-    def extended(stage: str, done: int, total: int) -> None:
+    def report_progress(stage: str, done: int, total: int) -> None:
         pace = paces[stage]
         pace.add(done)
-        if stage not in announced and done < total and pace.duration >= ESTIMATED:
+        duration = time.monotonic() - pace.reports[0][0]
+        if stage not in announced and done < total and duration >= ESTIMATED:
             seconds = pace.forecast(total - done)
             least = SHORT if _find_stage(stage)[0] in ("iterations", "trials") else LONG
             if seconds and (stage == BOUNDED or min(seconds) > least):
                 announced.add(stage)
                 say(f"{stage}: {_format_time_left(stage, seconds)}.{_remedy(stage, options)}")
-        report_progress(stage, done, total)
+        show(stage, done, total, pace)
 
-    return extended
+    return report_progress
 
 
 def _format_time_left(stage: str, seconds: Sequence[float], *, exact: bool = False) -> str:
@@ -283,14 +279,6 @@ def _find_stage(stage: str) -> tuple[str, tuple[str, ...]]:
     """
     parts = stage.split(", ")
     return next((STAGES[part] for part in (parts[-1], parts[0]) if part in STAGES), ("steps", COUNTS))
-
-
-def _format_count(stage: str, done: int, total: int) -> str:
-    """Format the number of steps done, with their noun: `3 of 8 windows`, `40 % of the training`."""
-    counted, _ = _find_stage(stage)
-    if counted.startswith("%"):
-        return f"{100 * done / max(1, total):.0f} {counted}"
-    return f"{done} of {total} {counted}"
 
 
 def _remedy(stage: str, options: Collection[str]) -> str:
@@ -329,21 +317,19 @@ def _bars(terminal: Console) -> Iterator[ReportProgress]:
         yield report_progress
 
 
-def _plain() -> ReportProgress:
+def _print_lines() -> Callable[[str, int, int, Pace], None]:
     """Return a function that prints a stage's progress, at most every ten seconds, with the time left if known."""
     last = time.monotonic()
-    paces: defaultdict[str, Pace] = defaultdict(Pace)
 
-    def report_progress(stage: str, done: int, total: int) -> None:
+    def show(stage: str, done: int, total: int, pace: Pace) -> None:
         nonlocal last
         now = time.monotonic()
-        paces[stage].add(done)
         if now - last < PLAIN_SECONDS:
             return
         last = now
-        line = f"{stage}: {_format_count(stage, done, total)}"
-        if done < total and (seconds := paces[stage].forecast(total - done)):
-            line += f", {_format_time_left(stage, seconds, exact=True)}"
-        say(line)
+        noun, _ = _find_stage(stage)
+        count = f"{100 * done / max(1, total):.0f} {noun}" if noun.startswith("%") else f"{done} of {total} {noun}"
+        left = pace.forecast(total - done) if done < total else []
+        say(f"{stage}: {count}" + (f", {_format_time_left(stage, left, exact=True)}" if left else ""))
 
-    return report_progress
+    return show

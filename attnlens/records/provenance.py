@@ -150,11 +150,9 @@ class Settings(Record):
     def interval_method(self) -> str:
         """Name of the method used for intervals of paired differences: `bootstrap`, or `Student's t, 2 windows`."""
         counts = [len(text.windows) for text in self.texts if text.windows] or [self.windows or 0]
-        if self.intervals == "texts":
-            draws, unit = len(self.texts), "text"
-        else:  # texts are strata, unless one has a single window
-            draws, unit = sum(counts) if 1 in counts else min(counts), "window"
-        total = draws if self.intervals == "texts" else sum(counts)
+        total, unit = (len(self.texts), "text") if self.intervals == "texts" else (sum(counts), "window")
+        # texts are strata of windows, unless one has a single window
+        draws = total if unit == "text" or 1 in counts else min(counts)
         return "bootstrap" if draws >= FEWEST_DRAWS else f"Student's t, {format_count(total, unit)}"
 
     @property

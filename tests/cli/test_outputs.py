@@ -189,11 +189,6 @@ def test_a_reader_that_leaves_ends_the_program_silently_and_a_closed_stdin_is_no
     assert in_shell(f"attnlens {LINE} -q <&-").returncode == 0, "if nothing reads it"
 
 
-def test_a_page_of_no_columns_shows_all_the_same():
-    for words in ((*ONE, "--analyzer", "symmetry"), ("list",), ("--help",)):
-        assert invoke(*words, COLUMNS="0").stdout == invoke(*words).stdout != "", words
-
-
 def on_a_terminal(*words, **environment):
     """What a Python process writes to a terminal on stderr."""
     ours, theirs = pty.openpty()

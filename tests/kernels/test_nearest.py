@@ -10,7 +10,6 @@ from heads import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaded import BARE, family, sites_of
-from program import SMALL, invoke
 from safetensors.torch import load_file
 
 import attnlens
@@ -233,6 +232,7 @@ def test_a_report_names_the_oracle_an_analysis_and_the_fitted_form_a_model():
     assert any(note.startswith("For analysis only: ") for note in analysis.notes)
     assert not any("nearest" in note for note in analysis.notes), "a kernel's name precedes its notes"
     assert not any("analysis" in note for note in model.notes)
+    assert any("the parts `symmetric` and `no-skew` give the same attention" in note for note in model.notes)
     assert "N nearest to N₀" in model.formula
     assert "N₀" not in analysis.formula, "no form is fitted"
     assert analysis.formula.startswith(TIES["mercer"].formula)
@@ -291,14 +291,3 @@ def test_calls_and_runs_without_a_meaning_are_refused(demo):
         swap_kernel(demo, oracle, **QUICK)
     assert "leave out `oracle`" in refusal.value.remedy
     assert "mercer" not in str(refusal.value)
-
-
-def test_the_program_runs_and_explains_it():
-    run = invoke("swap-kernel", "demo", "--kernel", "nearest:positive", *SMALL, "--generate", "4", "--table")
-    assert run.returncode == 0, run.stderr
-    page = " ".join((run.stdout + invoke("explain", "nearest").stdout).split())
-    for words in (
-        *("nearest:part=positive", "`symmetric` and `no-skew` give the same attention"),
-        *("does not run with a key-value cache", "(symmetric or positive or no-key or no-skew)", "(fitted or oracle)"),
-    ):
-        assert words in page

@@ -342,19 +342,6 @@ def test_a_fit_is_nearer_on_unseen_text_ignores_hidden_tokens_and_adds_up(words)
     assert energy(left).sum() > 0.02 * energy(product(q, k, SCALE)).sum(), "no fit makes it the exponential kernel"
 
 
-def test_rbf_finds_the_origin_of_keys_on_a_sphere():
-    """There ‖k − b‖ is constant, and RBF from the origin b is the exponential kernel."""
-    q, k = drawn(6, queries=40, keys=40)
-    origin = random(3, 8, seed=1)
-    k = origin[:, None] + 3 * k / k.norm(dim=-1, keepdim=True)
-    for allowed in (None, causal(40)):
-        trained = fitted("rbf", (q, k, allowed))
-        torch.testing.assert_close(trained.fitted["origin"], origin)
-    off = [centred(kernel.log(q, k, SCALE) - product(q, k, SCALE)).abs().max() for kernel in (trained, parsed("rbf"))]
-    assert off[0] < 1e-10
-    assert off[1] > 1
-
-
 @pytest.mark.parametrize("gamma", [0.3, 0.5, 2.0])
 def test_the_origin_is_the_least_squares_one_for_any_gamma(gamma):
     """The naive regression: every allowed pair is a row of one tall matrix, weighted half by attention, half evenly."""
