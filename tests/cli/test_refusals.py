@@ -326,8 +326,14 @@ def test_refusals_that_need_the_model_or_the_text(tmp_path):
     assert times(tmp_path) == before
 
 
-def test_a_nul_a_file_in_an_input_folder_a_missing_device_and_defaults_without_an_end(tmp_path, monkeypatch):
-    refused(invoke("inspect", "a\0b"), "contains a NUL")
+def test_refusals_in_this_process_of_a_missing_device_and_of_defaults_without_an_end(tmp_path, monkeypatch):
+    """Here, mutations.py finds the lines that run; in the process of RUNNER, it does not."""
+    for words, part in (
+        (["inspect", "a\0b"], "contains a NUL"),
+        (["inspect", "--select", "argmax"], "Use select in Python: it is a keyword of the function."),
+        (["inspect", "demo", "--json", "--csv"], "followed by the option --csv"),
+    ):
+        refused(invoke(*words, cwd=tmp_path), part)
     (tmp_path / "config.json").touch()
     with pytest.raises(UsageError, match="a file of the model"):
         Outputs(json=str(tmp_path / "config.json")).check({str(tmp_path): "a file of the model"})
