@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import damage
 import loaded
-import planted_causes
 import pytest
 import tiny
 import torch
@@ -31,6 +32,11 @@ from attnlens.runs.compare.changes import NOTES_ON_FORMS
 from attnlens.runs.compare.diagnosis import compare_configs, describe_models
 from attnlens.runs.inspect.pipeline import prepare, survey
 from attnlens.runs.progress import silent
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import planted_causes
+
+sys.path.pop(0)
 
 FULL = pytest.mark.full
 
