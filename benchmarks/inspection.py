@@ -2,14 +2,13 @@
 
 python benchmarks/inspection.py [--quick]
 
-Times are medians of runs taken in turn on a loaded model, on one thread unless stated. The peers are the model's own
-forward pass, torch.linalg.eigvalsh, and one thread. The script is not called inspect.py because its folder comes first
+Times are medians of runs taken in turn on a loaded model, on one thread. The peers are the model's own forward pass and
+torch.linalg.eigvalsh. The script is not called inspect.py because its folder comes first
 on Python's path, where it would hide the standard module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import subjects
@@ -34,7 +33,6 @@ def main() -> None:
     compare_with_forward(loaded, name, tokens, sequences, rounds=1 if quick else 5)
     most = 64 if quick else min(512, loaded.model.config.max_position_embeddings)
     compare_verdicts(loaded, name, most, rounds=1 if quick else 3)
-    compare_threads(loaded, name, tokens, sequences, rounds=1 if quick else 5)
 
 
 def compare_with_forward(loaded: Loaded, name: str, tokens: int, sequences: int, rounds: int) -> None:
@@ -72,21 +70,6 @@ def compare_verdicts(loaded: Loaded, name: str, tokens: int, rounds: int) -> Non
     print(f"\nis exp(L) positive semidefinite: {len(logits)} heads of {name}, {tokens} tokens (target ≥ 14 at 512)")
     label = f"{int((verdicts == truth).sum())} of {len(logits)} verdicts agree, {int(truth.sum())} positive"
     compare_times(label, partial(linalg.definite, logits), partial(judge_by_eigenvalues, logits), rounds)
-
-
-def compare_threads(loaded: Loaded, name: str, tokens: int, sequences: int, rounds: int) -> None:
-    """Compare two threads with one for all of tokens.*, including the forward pass."""
-
-    def run_with(count: int) -> Callable[[], None]:
-        def run() -> None:
-            torch.set_num_threads(count)
-            subjects.inspect_windows(loaded, "all analyzers", tokens, sequences)
-            torch.set_num_threads(1)
-
-        return run
-
-    print(f"\nthreads: all of tokens.* on {name}, forward included (meaningful with two idle cores)")
-    compare_times("two threads against one", run_with(2), run_with(1), rounds)
 
 
 if __name__ == "__main__":
