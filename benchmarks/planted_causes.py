@@ -570,6 +570,7 @@ def add_orthogonal(part: Tensor, noise: Callable[[Tensor], Tensor], size: float)
     return part + (size * matrix.norm() / min(matrix.shape) ** 0.5 * (factor.T if wide else factor)).reshape(part.shape)
 
 
+@torch.enable_grad()
 def train(model: Any, generator: torch.Generator) -> None:
     """Take ten steps of AdamW on random tokens."""
     text = model.config.get_text_config()

