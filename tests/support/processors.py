@@ -21,13 +21,13 @@ NAMES = {
     "max_image_tiles": ("max_num_tiles",),
     "feature_size": ("num_mel_bins", "input_feat_per_channel"),
 }
-"""A processor's setting → other names of it in a model's config."""
+"""A processor's setting → its other names in a model's config."""
 CLASSES = {"wav2vec2-bert": "SeamlessM4TFeatureExtractor", "glm_ocr": "Glm46VImageProcessorPil"}
-"""Classes named by checkpoints of a type instead of those in transformers' table."""
+"""Model type → the class that its checkpoints name instead of that in transformers' table."""
 ALSO = {"clap": {"truncation": "rand_trunc"}, **{name: {"max_soft_tokens": 70} for name in ("gemma4", "gemma4_vision")}}
-"""Settings in checkpoints of a type that its config lacks."""
+"""Model type → settings of its checkpoints that its config lacks."""
 SMALL, LARGEST = 64, 224
-"""Sides of images: that are cut into patches of any number, and of a model whose config names none."""
+"""Sides of images: if they are cut into any number of patches, and if the config names no side."""
 KINDS = {
     "image_processor": ("image", IMAGE_PROCESSOR_MAPPING_NAMES),
     "feature_extractor": ("audio", FEATURE_EXTRACTOR_MAPPING_NAMES),
@@ -35,7 +35,7 @@ KINDS = {
 
 
 def save(model, folder):
-    """Write the settings of the processors of images and sounds that the model runs with, if there are any."""
+    """Write the settings of the image and audio processors with which the model runs, if any."""
     path, working = folder / SETTINGS, {}
     for key, (modality, table) in KINDS.items():
         try:
@@ -53,7 +53,7 @@ def save(model, folder):
 
 
 def class_of(name, table):
-    """The processor of a model type, or of the type whose encoder it is; None without one that needs no torchvision."""
+    """Return the processor of a model type, or of the type whose part it is; None if all need torchvision."""
     kind = "Image" if table is IMAGE_PROCESSOR_MAPPING_NAMES else "Feature"
     table = dict(table) | {other: class_ for other, class_ in CLASSES.items() if kind in class_}
     known = [other for other in table if name == other or name.startswith(f"{other}_")]
@@ -62,7 +62,7 @@ def class_of(name, table):
 
 
 def processor_of(class_, model):
-    """That processor with the sizes in the model's config."""
+    """Build this processor with the sizes in the model's config."""
     default = class_().to_dict()
     changed = {name: media.setting(model, *NAMES.get(name, (name,))) for name in default if not name.endswith("_type")}
     side = media.setting(model, "image_size", "crop_size", "input_size", "img_size")

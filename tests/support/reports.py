@@ -18,7 +18,7 @@ HIDDEN = "not identified: the model never compares a query with a later key"
 CROSS = "queries and keys live on different domains"
 NOT_FINITE = "the weights are not finite"
 KINDS = ("flat", "exponential", "power")
-"""Categories, of a measure that no analyzer has."""
+"""Categories of `weights.kind`, a measure that no analyzer computes."""
 
 
 def synthetic_report(
@@ -37,7 +37,7 @@ def synthetic_report(
     model: str = "bert-base-uncased",
     architecture: str = "BertForMaskedLM",
 ) -> Report:
-    """A report of layers × heads; the heads in `missing` have no value in any measure of the weights."""
+    """Return a report of layers × heads; the heads in `missing` lack all measures of the weights."""
     random = np.random.default_rng(seed)
     sites: Sequence[Part] = parts or ["encoder"] * layers
     gone, made = set(missing), []
@@ -86,7 +86,7 @@ def synthetic_report(
 
 
 def planted(values: np.ndarray, name: str = "weights.planted", curve: str = "") -> Report:
-    """A report that holds exactly these values, NaN where a head has none."""
+    """Return a report of these values of one measure; NaN: the head lacks a value."""
     heads = []
     for (layer, head), value in np.ndenumerate(values):
         place = {"site": f"site.{layer}", "layer": layer, "head": head, "kv_head": head, "part": "encoder"}
@@ -155,7 +155,7 @@ def _spectrum(random: Any, depth: float, steps: int) -> list[float]:
 
 
 def _summary(heads: list[Head], layers: int) -> records.Summary:
-    """Two extreme heads, the layers' symmetry, errors and nulls of medians; medians are the tables' own business."""
+    """Return two extreme heads, the symmetry of the layers, and errors and nulls of medians."""
     if not heads or "weights.symmetry" not in heads[0].measures:
         return records.Summary()
     ends = ((heads[0], "weights.symmetry", 0.9, 99, "largest"), (heads[-1], "weights.effective_rank", 2, 1, "smallest"))
@@ -168,7 +168,7 @@ def _summary(heads: list[Head], layers: int) -> records.Summary:
     ]
 
     def errors(heads: list[Head]) -> dict[str, float]:
-        """Of the median: here the largest error of a head over the root of their number."""
+        """Return errors of medians: here, the largest error of a head divided by √heads."""
         largest: dict[str, float] = {}
         for name, measure in (item for head in heads for item in head.measures.items()):
             if measure.se is not None:
@@ -190,17 +190,17 @@ def _summary(heads: list[Head], layers: int) -> records.Summary:
 
 
 TIMES = {"timings", "environment", "peak_memory_bytes", "tokens_per_second", "seconds"}
-"""What two runs of the same inputs, seed and machine may differ in."""
+"""Fields that differ between two runs of the same inputs, seed and machine."""
 
 
 def timeless(value: Any) -> Any:
-    """JSON without what times and memory were."""
+    """Return JSON without times and memory."""
     if isinstance(value, dict):
         return {name: timeless(part) for name, part in value.items() if name not in TIMES}
     return [timeless(part) for part in value] if isinstance(value, list) else value
 
 
 def bytes_of(report: Report | Path | str) -> str:
-    """A report, or the file of one, without what times and memory were."""
+    """Return the JSON text of a report, or of a report's file, without times and memory."""
     content = report.to_json() if isinstance(report, Report) else Path(report).read_text()
     return json.dumps(timeless(json.loads(content)))
