@@ -31,7 +31,7 @@ def softmaxes(model, inputs):
 
 
 def difference(model, inputs):
-    """Return ‖P − P_own‖ / ‖P_own‖ at the worst site for the nearest softmax P_own of its shape; None if one is missing."""
+    """Return the worst site's ‖P − P_own‖ / ‖P_own‖, P_own being the nearest softmax of its shape; None if one lacks it."""
     own, worst = softmaxes(model, inputs), []
     for reached in hooks.survey(model, inputs):
         ours = reached.call.query_key(reached.site).attention
