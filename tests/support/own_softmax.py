@@ -31,7 +31,7 @@ def softmaxes(model, inputs):
 
 
 def difference(model, inputs):
-    """Return the worst site's ‖P − P_own‖ / ‖P_own‖, P_own being the nearest softmax of its shape; None if one lacks it."""
+    """Return the largest ‖P − P_own‖ / ‖P_own‖ of a site, with P_own the nearest softmax; None if a site lacks one."""
     own, worst = softmaxes(model, inputs), []
     for reached in hooks.survey(model, inputs):
         ours = reached.call.query_key(reached.site).attention
