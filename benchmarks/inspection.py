@@ -1,4 +1,4 @@
-"""Speed and accuracy of `inspect` for tokens.*, compared with the model's plain forward pass.
+"""Speed of `inspect` for tokens.*, compared with the model's plain forward pass.
 
 python benchmarks/inspection.py [--quick]
 
@@ -18,8 +18,6 @@ from spectra import compare_times, judge_by_eigenvalues
 from attnlens.maths import linalg
 from attnlens.models import hooks, loading
 from attnlens.models.loading import Loaded
-from attnlens.models.texts import Batches
-from attnlens.report.report import Report
 
 TARGETS = {"without spectra": 3, "all analyzers": 10}
 
@@ -47,19 +45,6 @@ def compare_with_forward(loaded: Loaded, name: str, tokens: int, sequences: int,
     print("  ours is all of attnlens.inspect on a loaded model: tokenizing, survey, identity proof, forward, report")
     for (task, target), seconds in zip(TARGETS.items(), ours, strict=True):
         print(f"  {task}: ours {seconds:.2f} s, forward {plain:.2f} s, ratio {seconds / plain:.1f} (target ≤ {target})")
-    error = measure_rank_error(tasks[-1](), loaded, batches)
-    print(f"  tokens.effective_rank against the model's own eager attention: largest relative error {error:.0e}")
-
-
-def measure_rank_error(report: Report, loaded: Loaded, batches: Batches) -> float:
-    """Compute the largest relative error of the effective ranks, from the attention that the model itself returns."""
-    with torch.no_grad(), hooks.implementation(loaded.model, "eager"):
-        attentions = [loaded.model(**batch.inputs, output_attentions=True).attentions for batch in batches]
-    singular = torch.linalg.svdvals(torch.cat([torch.stack(layers).double() for layers in attentions], dim=1))
-    shares = singular / singular.sum(-1, keepdim=True)
-    expected = torch.special.entr(shares).sum(-1).exp().mean(1).flatten()
-    values = [head.measures["tokens.effective_rank"].value for head in report.heads]
-    return float((torch.tensor(values, dtype=torch.float64) / expected - 1).abs().max())
 
 
 def compare_verdicts(loaded: Loaded, name: str, tokens: int, rounds: int) -> None:
