@@ -146,17 +146,13 @@ def fit_svc(problem: Problem, tolerance: float) -> tuple[float, float]:
     return float((weights @ gram[rows][:, rows] @ weights) ** 0.5), seconds
 
 
-def draw_problem(n: int, tokens: int, d: int, seed: int = 0) -> Problem:
+def draw_problem(n: int, tokens: int, d: int) -> Problem:
     """Build the selection problem of a random form on random tokens and queries."""
     import torch
 
     from attnlens.maths.attsvm import selection
 
-    x, z, form = (
-        draw_normal(n, tokens, d, seed=seed),
-        draw_normal(n, d, seed=seed + 1),
-        draw_normal(d, d, seed=seed + 2),
-    )
+    x, z, form = draw_normal(n, tokens, d, seed=0), draw_normal(n, d, seed=1), draw_normal(d, d, seed=2)
     return selection(x, z, torch.einsum("ntd,de,ne->nt", x, form, z).argmax(-1))
 
 

@@ -40,9 +40,9 @@ def started() -> webdriver.Chrome:
     return webdriver.Chrome(options=options, service=Service(DRIVER))
 
 
-def sized(browser: webdriver.Chrome, width: int, height: int = 1000) -> None:
-    """Set the size of the page in pixels."""
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+def sized(browser: webdriver.Chrome, width: int) -> None:
+    """Set the width of the page in pixels."""
+    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 

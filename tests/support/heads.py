@@ -27,11 +27,11 @@ def query_key(
     return QueryKey(query, key, scale, source, Site("attention", 0, 0, part), tuple(range(heads)), **rest)
 
 
-def rotary(positions: int, head_dim: int, base: float = 50.0, rotated: int | None = None) -> Rotation:
+def rotary(positions: int, head_dim: int, rotated: int | None = None) -> Rotation:
     """Build RoPE in the half-split layout on the first `rotated` dimensions."""
     half = (head_dim if rotated is None else rotated) // 2
     pairs = torch.stack((torch.arange(half), torch.arange(half, 2 * half)), -1)
-    angles = torch.arange(positions).double()[:, None] * base ** (-torch.arange(half).double() / half)
+    angles = torch.arange(positions).double()[:, None] * 50.0 ** (-torch.arange(half).double() / half)
     return Rotation(pairs, angles, head_dim)
 
 

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import attnlens
-from attnlens.choices import Part
 from attnlens.models import hooks, loading, texts
 from attnlens.models.loading.configs import kind_of
 from attnlens.records import ModelInfo, Site
@@ -120,9 +119,9 @@ def family(name: str) -> loading.Loaded:
     return loaded(families.build(name))
 
 
-def sites_of(model: Any, inputs: dict[str, torch.Tensor], part: Part | None = None) -> tuple[Site, ...]:
-    """Return all sites that these inputs reach, or those of one part."""
-    return tuple(site.site for site in hooks.survey(model, inputs) if part in (None, site.site.part))
+def sites_of(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[Site, ...]:
+    """Return all sites that these inputs reach."""
+    return tuple(reached.site for reached in hooks.survey(model, inputs))
 
 
 def outputs(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -90,11 +90,11 @@ def controls(deltas: Sequence[float | None] = (0.05, 5.5, 3.9)) -> list[records.
     ]
 
 
-def agreed(until: list[int], tokens: int = 64) -> records.Agreement:
+def agreed(until: list[int]) -> records.Agreement:
     """Return the agreement of prompts whose continuations differ after these numbers of tokens."""
     low, middle, high = (sorted(until)[(len(until) - 1) * part // 4] for part in (1, 2, 3))
-    facts: dict[str, Any] = {"prompts": len(until), "source": "windows", "prompt_tokens": 64, "tokens": tokens}
-    never = sum(one == tokens for one in until)
+    facts: dict[str, Any] = {"prompts": len(until), "source": "windows", "prompt_tokens": 64, "tokens": 64}
+    never = until.count(64)
     return records.Agreement(**facts, until=until, median=middle, quartiles=(low, high), never=never)
 
 

@@ -45,9 +45,9 @@ def absent(text: str, *parts: str) -> list[str]:
     return [part for part in parts if part not in text]
 
 
-def screen(report: Report, width: int = 100) -> str:
+def screen(report: Report) -> str:
     """Return what a command prints by default."""
-    return printed(export.summary(report), width)
+    return printed(export.summary(report))
 
 
 def summary(report: Report, width: int = 100, *, verbose: bool = False) -> str:
