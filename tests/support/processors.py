@@ -22,16 +22,19 @@ NAMES = {
     "feature_size": ("num_mel_bins", "input_feat_per_channel"),
 }
 """A processor's setting → its other names in a model's config."""
-CLASSES = {"wav2vec2-bert": "SeamlessM4TFeatureExtractor", "glm_ocr": "Glm46VImageProcessorPil"}
-"""Model type → the class that its checkpoints name instead of that in transformers' table."""
 ALSO = {"clap": {"truncation": "rand_trunc"}, **{name: {"max_soft_tokens": 70} for name in ("gemma4", "gemma4_vision")}}
 """Model type → settings of its checkpoints that its config lacks."""
 SMALL, LARGEST = 64, 224
 """Sides of images: if they are cut into any number of patches, and if the config names no side."""
 KINDS = {
-    "image_processor": ("image", IMAGE_PROCESSOR_MAPPING_NAMES),
-    "feature_extractor": ("audio", FEATURE_EXTRACTOR_MAPPING_NAMES),
+    "image_processor": ("image", dict(IMAGE_PROCESSOR_MAPPING_NAMES) | {"glm_ocr": "Glm46VImageProcessorPil"}),
+    "feature_extractor": (
+        "audio",
+        dict(FEATURE_EXTRACTOR_MAPPING_NAMES) | {"wav2vec2-bert": "SeamlessM4TFeatureExtractor"},
+    ),
 }
+"""Key in the file → modality, and the class of each type: that in transformers' table or, for two types, that in their
+checkpoints."""
 
 
 def save(model, folder):
@@ -54,8 +57,6 @@ def save(model, folder):
 
 def class_of(name, table):
     """Return the processor of a model type, or of the type whose part it is; None if all need torchvision."""
-    kind = "Image" if table is IMAGE_PROCESSOR_MAPPING_NAMES else "Feature"
-    table = dict(table) | {other: class_ for other, class_ in CLASSES.items() if kind in class_}
     known = [other for other in table if name == other or name.startswith(f"{other}_")]
     entry = table[max(known, key=len)] if known else None
     return getattr(transformers, str(entry.get("pil") if isinstance(entry, dict) else entry), None)
