@@ -1,11 +1,10 @@
-"""Speed, accuracy and memory of the Att-SVM solvers, and speed of their gradient descent.
+"""Speed and accuracy of the Att-SVM solvers, and speed of their gradient descent.
 
 python benchmarks/attsvm.py [--quick]
 
 Our code and its peer run in turn on the same problem, one thread each. Times are medians of processor time, because
-other processes disturb it less than wall time. Peers: scikit-learn's SVC on the Gram matrix, a linear program (HiGHS),
-cvxpy with SCS (benchmarks/requirements.txt; missing packages are reported), and the published training loop, one trial
-at a time. Memory is measured in a fresh process.
+other processes disturb it less than wall time. Peers: scikit-learn's SVC on the Gram matrix, cvxpy with SCS
+(benchmarks/requirements.txt; missing packages are reported), and the published training loop, one trial at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import subjects
@@ -35,17 +33,12 @@ def main() -> None:
     """Print every row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="demo, small sizes, one round: does it still run?")
-    parser.add_argument("--extra", metavar="MODEL", help="solve one head's problem alone, print its extra bytes")
     options = parser.parse_args()
-    if options.extra:
-        print(solve_alone(options.extra))
-        return
     print(subjects.describe_machine())
     for name in (PEERS[package] for package in PEERS if find_spec(package) is None):
         print(f"{name} is not installed (pip install -r benchmarks/requirements.txt): its rows are omitted.")
     name, model = subjects.find_main_model(quick=options.quick)
     time_program(name, model, *((8, 2) if options.quick else (64, 32)))
-    megabytes = int(subjects.run_python(__file__, "--extra", model)) / 1e6
 
     import torch
     from threadpoolctl import threadpool_limits
@@ -54,13 +47,11 @@ def main() -> None:
 
     torch.set_num_threads(1)
     threadpool_limits(1)
-    compare_frobenius(name, model, megabytes, quick=options.quick)
-    compare_verdicts(20 if options.quick else 240)
+    compare_frobenius(name, model, quick=options.quick)
     compare_nuclear(
         ((3, 4, 5),) if options.quick else ((6, 8, 10), (16, 12, 24), (32, 24, 48)), 1 if options.quick else 3
     )
     compare_descent(20 if options.quick else 1000, 10 if options.quick else 100, rounds=1 if options.quick else 3)
-    measure_correlation(*((4, 200) if options.quick else (100, 10_000)))
 
 
 # --- the whole program ----------------------------------------------------------------------------------------------
@@ -85,7 +76,7 @@ def time_program(name: str, model: str, tokens: int, sequences: int) -> None:
 # --- least Frobenius norm -------------------------------------------------------------------------------------------
 
 
-def compare_frobenius(name: str, model: str, megabytes: float, *, quick: bool) -> None:
+def compare_frobenius(name: str, model: str, *, quick: bool) -> None:
     """Compare real heads and random problems with SVC (C = 1e10) on the precomputed Gram matrix."""
     sizes = [(6, 5, 6)] if quick else [(30, 30, 30), (64, 32, 64)]
     cases = {label: (problem, 30) for label, problem in sample_problems(name, model, quick=quick)}
@@ -108,7 +99,6 @@ def compare_frobenius(name: str, model: str, megabytes: float, *, quick: bool) -
             norm, fitting = theirs
             print(f"      SVC to {tolerance:.0e}, {1e3 * fitting:.0f} ms without its Gram matrix,", end="")
             print(f" ‖W‖ {norm / solution.norm:.6f} of ours")
-    print(f"  extra memory of a fresh process for one head's problem: {megabytes:.0f} MB (target ≤ 200)")
 
 
 def sample_problems(name: str, model: str, *, quick: bool) -> Iterator[tuple[str, Problem]]:
@@ -156,26 +146,13 @@ def fit_svc(problem: Problem, tolerance: float) -> tuple[float, float]:
     return float((weights @ gram[rows][:, rows] @ weights) ** 0.5), seconds
 
 
-def solve_alone(model: str) -> int:
-    """Return by how many bytes solving one head's problem, already built, raises this process's peak memory."""
-    from attnlens.maths.attsvm import solve
-
-    problem = next(sample_problems("", model, quick=model == "demo"))[1]
-    solve(draw_problem(4, 4, 6))
-    return subjects.measure_extra_memory(partial(solve, problem))
-
-
-def draw_problem(n: int, tokens: int, d: int, seed: int = 0) -> Problem:
+def draw_problem(n: int, tokens: int, d: int) -> Problem:
     """Build the selection problem of a random form on random tokens and queries."""
     import torch
 
     from attnlens.maths.attsvm import selection
 
-    x, z, form = (
-        draw_normal(n, tokens, d, seed=seed),
-        draw_normal(n, d, seed=seed + 1),
-        draw_normal(d, d, seed=seed + 2),
-    )
+    x, z, form = draw_normal(n, tokens, d, seed=0), draw_normal(n, d, seed=1), draw_normal(d, d, seed=2)
     return selection(x, z, torch.einsum("ntd,de,ne->nt", x, form, z).argmax(-1))
 
 
@@ -184,42 +161,6 @@ def draw_normal(*shape: int, seed: int) -> Tensor:
     import torch
 
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-# --- separability ---------------------------------------------------------------------------------------------------
-
-
-def compare_verdicts(count: int) -> None:
-    """Compare the min-norm point's verdict with a linear program's, at sizes at which both verdicts are common."""
-    import torch
-
-    from attnlens.maths.attsvm import selection, separable
-
-    problems = []
-    for seed in range(count):
-        d = 2 + seed % 3
-        chosen = torch.randint(5, (5,), generator=torch.Generator().manual_seed(seed))
-        problems.append(selection(draw_normal(5, 5, d, seed=seed), draw_normal(5, d, seed=seed + count), chosen))
-    ours, theirs = ([], []), ([], [])
-    for problem in problems:
-        for (verdicts, times), judge in ((ours, lambda p: separable(p).verdict), (theirs, is_feasible)):
-            start = time.process_time()
-            verdicts.append(judge(problem))
-            times.append(time.process_time() - start)
-    agree = sum(verdict == expected for verdict, expected in zip(ours[0], theirs[0], strict=True))
-    print(f"\nis there any W: {count} random problems, 5 queries × 5 tokens, d = 2 … 4, peer HiGHS")
-    print(f"  {agree} of {count} verdicts agree (target: all), {sum(theirs[0])} separable")
-    print(f"  {format_times([median(ours[1]), median(theirs[1])])} (no target)")
-
-
-def is_feasible(problem: Problem) -> bool:
-    """Return True if a linear program finds a W."""
-    import numpy as np
-    from scipy.optimize import linprog
-
-    rows = (problem.differences[:, :, None] * problem.paired_queries[:, None]).flatten(1).numpy()
-    result = linprog(np.zeros(rows.shape[1]), A_ub=-rows, b_ub=-problem.margins.numpy(), bounds=(None, None))
-    return bool(result.status == 0)
 
 
 # --- least nuclear norm ---------------------------------------------------------------------------------------------
@@ -311,35 +252,6 @@ def train_published(x: Tensor, z: Tensor, labels: Tensor, v: Tensor, iterations:
         W.grad /= W.grad.norm()
         optimizer.step()
     return W.detach()
-
-
-def measure_correlation(trials: int, iterations: int) -> None:
-    """Print the median correlation of the trained W with the SVM of the tokens it selected."""
-    import torch
-
-    from attnlens.maths.attsvm import selection, solve
-    from attnlens.maths.attsvm.descent import Instances, Linear, descend
-
-    x, z = normalize(draw_normal(trials, 6, 8, 10, seed=0)), normalize(draw_normal(trials, 6, 10, seed=1))
-    instances = Instances(x, z, torch.ones(trials, 6).double(), Linear(normalize(draw_normal(trials, 10, seed=2))))
-    steps = [iterations // 10, iterations // 2, iterations]
-    start = time.process_time()
-    path = descend(instances, torch.zeros(trials, 10, 10).double(), iterations, lr=0.1, record=steps)
-    seconds = time.process_time() - start
-    answers = [solve(selection(x[trial], z[trial], path.chosen[-1, trial])) for trial in range(trials)]
-    none = torch.full((10, 10), torch.nan, dtype=torch.float64)
-    correlations = path.correlation(torch.stack([none if answer.W is None else answer.W for answer in answers]))
-    medians_at = ", ".join(
-        f"{value:.6f} at {at}" for at, value in zip(steps, correlations.nanmedian(1).values, strict=True)
-    )
-    feasible_trials = sum(answer.W is not None for answer in answers)
-    print(
-        f"  correlation with the SVM, median of {feasible_trials} of {trials} trials that a W separates: {medians_at}"
-    )
-    print(f"    {seconds:.1f} s (target ≥ 0.9999 at 10,000 iterations, where the textbook gradient falls to 0.455)")
-
-
-# --- clocks ---------------------------------------------------------------------------------------------------------
 
 
 def time_with_peer(

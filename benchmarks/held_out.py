@@ -120,12 +120,11 @@ def measure_pieces(
     content: Content,
     cut: Cut,
     budget: Budget,
-    count: int = 4,
 ) -> Iterator[Piece]:
-    """Yield `count` stretches of a text, each of `cut.sequences` windows, with the rise on each."""
+    """Yield four stretches of a text, each of `cut.sequences` windows, with the rise on each."""
     task = task_of(loaded.model)
-    long = len(content.text) // count
-    for number in range(count):
+    long = len(content.text) // 4
+    for number in range(4):
         part = replace(content, text=content.text[number * long : (number + 1) * long])
         batches = texts.batches(loaded, [part], replace(cut, placement="spread"))
         fed, design = feed(loaded, batches, task, 0), Design.plain(batches.sequences)

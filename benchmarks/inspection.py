@@ -1,15 +1,14 @@
-"""Speed and accuracy of `inspect` for tokens.*, compared with the model's plain forward pass.
+"""Speed of `inspect` for tokens.*, compared with the model's plain forward pass.
 
 python benchmarks/inspection.py [--quick]
 
-Times are medians of runs taken in turn on a loaded model, on one thread unless stated. The peers are the model's own
-forward pass, torch.linalg.eigvalsh, and one thread. The script is not called inspect.py because its folder comes first
+Times are medians of runs taken in turn on a loaded model, on one thread. The peers are the model's own forward pass and
+torch.linalg.eigvalsh. The script is not called inspect.py because its folder comes first
 on Python's path, where it would hide the standard module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import subjects
@@ -19,8 +18,6 @@ from spectra import compare_times, judge_by_eigenvalues
 from attnlens.maths import linalg
 from attnlens.models import hooks, loading
 from attnlens.models.loading import Loaded
-from attnlens.models.texts import Batches
-from attnlens.report.report import Report
 
 TARGETS = {"without spectra": 3, "all analyzers": 10}
 
@@ -34,7 +31,6 @@ def main() -> None:
     compare_with_forward(loaded, name, tokens, sequences, rounds=1 if quick else 5)
     most = 64 if quick else min(512, loaded.model.config.max_position_embeddings)
     compare_verdicts(loaded, name, most, rounds=1 if quick else 3)
-    compare_threads(loaded, name, tokens, sequences, rounds=1 if quick else 5)
 
 
 def compare_with_forward(loaded: Loaded, name: str, tokens: int, sequences: int, rounds: int) -> None:
@@ -49,19 +45,6 @@ def compare_with_forward(loaded: Loaded, name: str, tokens: int, sequences: int,
     print("  ours is all of attnlens.inspect on a loaded model: tokenizing, survey, identity proof, forward, report")
     for (task, target), seconds in zip(TARGETS.items(), ours, strict=True):
         print(f"  {task}: ours {seconds:.2f} s, forward {plain:.2f} s, ratio {seconds / plain:.1f} (target ≤ {target})")
-    error = measure_rank_error(tasks[-1](), loaded, batches)
-    print(f"  tokens.effective_rank against the model's own eager attention: largest relative error {error:.0e}")
-
-
-def measure_rank_error(report: Report, loaded: Loaded, batches: Batches) -> float:
-    """Compute the largest relative error of the effective ranks, from the attention that the model itself returns."""
-    with torch.no_grad(), hooks.implementation(loaded.model, "eager"):
-        attentions = [loaded.model(**batch.inputs, output_attentions=True).attentions for batch in batches]
-    singular = torch.linalg.svdvals(torch.cat([torch.stack(layers).double() for layers in attentions], dim=1))
-    shares = singular / singular.sum(-1, keepdim=True)
-    expected = torch.special.entr(shares).sum(-1).exp().mean(1).flatten()
-    values = [head.measures["tokens.effective_rank"].value for head in report.heads]
-    return float((torch.tensor(values, dtype=torch.float64) / expected - 1).abs().max())
 
 
 def compare_verdicts(loaded: Loaded, name: str, tokens: int, rounds: int) -> None:
@@ -72,21 +55,6 @@ def compare_verdicts(loaded: Loaded, name: str, tokens: int, rounds: int) -> Non
     print(f"\nis exp(L) positive semidefinite: {len(logits)} heads of {name}, {tokens} tokens (target ≥ 14 at 512)")
     label = f"{int((verdicts == truth).sum())} of {len(logits)} verdicts agree, {int(truth.sum())} positive"
     compare_times(label, partial(linalg.definite, logits), partial(judge_by_eigenvalues, logits), rounds)
-
-
-def compare_threads(loaded: Loaded, name: str, tokens: int, sequences: int, rounds: int) -> None:
-    """Compare two threads with one for all of tokens.*, including the forward pass."""
-
-    def run_with(count: int) -> Callable[[], None]:
-        def run() -> None:
-            torch.set_num_threads(count)
-            subjects.inspect_windows(loaded, "all analyzers", tokens, sequences)
-            torch.set_num_threads(1)
-
-        return run
-
-    print(f"\nthreads: all of tokens.* on {name}, forward included (meaningful with two idle cores)")
-    compare_times("two threads against one", run_with(2), run_with(1), rounds)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,16 @@ to the others, as in `--budget`. Peers: rank_peers.py.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
-from pathlib import Path
 
 import rank_peers
 import subjects
 import torch
 
-from attnlens.files import write_atomically
 from attnlens.kernels import Kernel, parsed
 from attnlens.lab.ranks.bases import Basis, form_name, list_forms, weight_by_output
 from attnlens.lab.ranks.search import BudgetSearch, Losses, Sample, Trial, measure_losses, rise_of, split_by_text
@@ -188,7 +185,11 @@ def main() -> None:
         for model_rows in measure_rows(subject, options.kept[:1] if options.quick else options.kept, options.ways):
             rows = [row for row in rows if row.model != name] + model_rows
             if options.json:
-                write_json(Path(options.json), rows, vars(options), [*subject.contents, *other])
+                asked = {key: value for key, value in vars(options).items() if key not in ("json", "other", "models")}
+                digests = {
+                    content.name: sha256(content.text.encode()).hexdigest() for content in (*subject.contents, *other)
+                }
+                subjects.write_json(options.json, {"asked": asked, "texts": digests, "rows": list(map(asdict, rows))})
         print_tables([row for row in rows if row.model == name])
 
 
@@ -235,25 +236,6 @@ def format_verdict(rows: Sequence[Row]) -> str:
     peer = next(row for row in rows if not row.method.startswith(OURS))
     ratio = peer.share / ours.share if ours.share > 0 else math.nan
     return f"best: {rows[0].method}; best peer: {peer.method}, ratio of its rise to {ours.method}'s: {ratio:.2f}"
-
-
-def write_json(path: Path, rows: Sequence[Row], options: dict[str, object], contents: Sequence[Content]) -> None:
-    """Write every row as JSON, with the options and the digests of the texts."""
-    shown = {name: value for name, value in options.items() if name not in ("json", "other", "models")}
-    digests = {content.name: sha256(content.text.encode()).hexdigest() for content in contents}
-    body = ",\n  ".join(json.dumps(round_floats(asdict(row)), ensure_ascii=False) for row in rows)
-    head = json.dumps({"asked": shown, "texts": digests}, ensure_ascii=False)[:-1]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, f'{head}, "rows": [\n  {body}\n]}}\n'.encode())
-
-
-def round_floats(value: object) -> object:
-    """Round floats to six significant digits; null if the model diverged."""
-    if isinstance(value, dict):
-        return {name: round_floats(part) for name, part in value.items()}
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
 
 
 if __name__ == "__main__":

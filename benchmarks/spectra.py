@@ -2,7 +2,7 @@
 
 python benchmarks/spectra.py [--quick]
 
-Our code and its peer run in turn on the same tensors, one thread each unless stated; medians are printed. The peer for
+Our code and its peer run in turn on the same tensors, one thread each; medians are printed. The peer for
 weights is TransformerLens's FactoredMatrix if it is installed (benchmarks/requirements.txt), else its algorithm written
 out below; the peer is printed. The peer for definiteness is torch.linalg.eigvalsh.
 """
@@ -58,8 +58,6 @@ def main() -> None:
     torch.set_num_threads(1)
     rounds = 1 if quick else 7
     compare_weights(24 if quick else 144, 768, 64, rounds)
-    measure_condition(200 if quick else 768, 64)
-    compare_workers(24 if quick else 144, 768, 64, rounds)
     for tokens in (64, 160) if quick else (512, 2048):
         compare_verdicts(tokens, rounds=1 if quick or tokens > 1000 else 5)
 
@@ -99,33 +97,6 @@ def run_peer(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the peer's singular values and eigenvalues."""
     matrix = FactoredMatrix(query, key.mT)
     return matrix.svd()[1], matrix.eigenvalues
-
-
-def measure_condition(d_model: int, head_dim: int) -> None:
-    """Print the relative error of the smallest singular value if both factors have condition 1e4."""
-    left, right, shared = (torch.linalg.qr(draw_random(d_model, head_dim, seed=seed)).Q for seed in (2, 3, 4))
-    turn = torch.linalg.qr(shared[:head_dim]).Q
-    sigma = torch.logspace(0, -4, head_dim, dtype=torch.float64)
-    query, key = (left * sigma @ turn)[None], (right * sigma @ turn)[None]
-    values = compute_spectra(query, key)[0][0]
-    error = float((values[-1] / sigma[-1] ** 2 - 1).abs())
-    print(f"\nfactors of condition 1e4, d_model {d_model}: relative error of the smallest σ {error:.0e}")
-
-
-def compare_workers(heads: int, d_model: int, head_dim: int, rounds: int) -> None:
-    """Compare two workers with one, over the heads."""
-    query, key = (draw_random(heads, d_model, head_dim, seed=seed) for seed in (0, 1))
-
-    def run_with(threads: int) -> Callable[[], object]:
-        def run() -> None:
-            torch.set_num_threads(threads)
-            compute_with_symmetric(query, key)
-            torch.set_num_threads(1)
-
-        return run
-
-    print(f"\nworkers: the same spectra, {heads} heads, two workers against one (meaningful with two idle cores)")
-    compare_times("two workers against one", run_with(2), run_with(1), rounds)
 
 
 def compare_verdicts(tokens: int, rounds: int) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,22 +35,6 @@ def parse_options(description: str | None) -> argparse.Namespace:
     parser.add_argument("--figure", help="draw the figures into this file")
     parser.add_argument("--models", nargs="*", help="(default: all of its models)")
     return parser.parse_args()
-
-
-def write_json(path: str, figures: dict[str, Any]) -> None:
-    """Write the figures as JSON, rounded to four significant digits."""
-
-    def round_floats(part: Any) -> Any:
-        if isinstance(part, dict):
-            return {name: round_floats(item) for name, item in part.items()}
-        if isinstance(part, list | tuple):
-            return [round_floats(item) for item in part]
-        if isinstance(part, float):
-            return float(f"{part:.4g}") if math.isfinite(part) else None
-        return part
-
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(round_floats(figures)) + "\n", encoding="utf-8")
 
 
 def build_blocks(loaded: loading.Loaded, contents: Sequence[texts.Content], cut: texts.Cut) -> texts.Batches:

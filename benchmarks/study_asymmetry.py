@@ -23,7 +23,7 @@ import torch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from reactions import FOLDERS, MASKED, build_chemistry_model, build_tiny_model, write_reactions
 from scipy import stats
-from subjects import describe_machine, find_models
+from subjects import describe_machine, find_models, write_json
 
 from attnlens.models import loading, texts
 from attnlens.report.pictures import style
@@ -55,7 +55,7 @@ def main() -> None:
                 continue
             results.append(study_model(name, path, files, cut))
             if options.json:
-                studies.write_json(options.json, {"machine": describe_machine(), "models": results})
+                write_json(options.json, {"machine": describe_machine(), "models": results})
     if options.figure:
         draw_figure([result for result in results if not result["model"].endswith(MASKED_LOSS)], options.figure)
 

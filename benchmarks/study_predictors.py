@@ -17,7 +17,7 @@ import numpy as np
 import studies
 import torch
 from matplotlib.patches import Rectangle
-from subjects import describe_machine, find_models
+from subjects import describe_machine, find_models, write_json
 
 import attnlens
 from attnlens.models import loading
@@ -42,7 +42,7 @@ def main() -> None:
                 study_model(name, places[name], 8 if options.quick else sequences, block, quick=options.quick)
             )
             if options.json:
-                studies.write_json(options.json, {"machine": describe_machine(), "models": results})
+                write_json(options.json, {"machine": describe_machine(), "models": results})
     if options.figure:
         draw_figure(results, options.figure)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import platform
 import statistics
@@ -91,6 +93,23 @@ def measure_extra_memory(work: Callable[[], object]) -> int:
     before = peak_memory()
     work()
     return peak_memory() - before
+
+
+def write_json(path: str | Path, figures: object) -> None:
+    """Write figures as JSON, with floats rounded to six significant digits; not finite ones become null."""
+
+    def round_floats(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {name: round_floats(item) for name, item in part.items()}
+        if isinstance(part, list | tuple):
+            return [round_floats(item) for item in part]
+        if isinstance(part, float):
+            return float(f"{part:.6g}") if math.isfinite(part) else None
+        return part
+
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(round_floats(figures), ensure_ascii=False, indent=1)
+    Path(path).write_text(f"{text}\n", encoding="utf-8")
 
 
 def find_models(*, quick: bool) -> dict[str, str]:

@@ -1,12 +1,12 @@
 """Build a tiny model of each model type of transformers, and run it: is it supported, refused (why?), or does it crash?
 
-python benchmarks/sweep.py [--quick] [--only TYPE ...] [--csv FILE] [--before FILE]
+python benchmarks/sweep.py [--quick] [--only TYPE ...] [--csv FILE]
 
 Each type, saved with the settings of its processor, goes through load, inspect, doctor and swap-kernel (exponential and
 RBF). Captured attention is compared with every softmax of the model's own eager pass, RBF attention with a naive one,
 and planted weights W_Q = ±W_K are read. The table has one row per type; `attnlens list architectures` prints that of
-`--csv attnlens/records/architectures.csv`. --before prints the changes since an earlier table. No network is used; the
-builders are tests/support/model_types.py and tests/support/processors.py. All types take about 40 minutes on one core.
+`--csv attnlens/records/architectures.csv`. No network is used; the builders are tests/support/model_types.py and
+tests/support/processors.py. All types take about 40 minutes on one core.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few types: does it still run?")
     parser.add_argument("--only", nargs="*", default=[], help="run only these types")
     parser.add_argument("--csv")
-    parser.add_argument("--before", help="an earlier table to compare with")
     options = parser.parse_args()
     print(describe_machine())
     warnings.filterwarnings("ignore")
@@ -77,8 +76,6 @@ def main() -> None:
         print(" | ".join(str(rows[-1][column]) for column in COLUMNS if column != "reason"), flush=True)
         if options.csv:
             write_table(Path(options.csv), rows)
-    if options.before:
-        print_changes(Path(options.before), rows)
     counts = Counter(row["read"] for row in rows)
     built = len(rows) - counts["not built"]
     readable = counts["whole"] + counts["in part"]
@@ -217,16 +214,6 @@ def read_table(path: Path) -> list[dict[str, str]]:
         if not file.readline().startswith("#"):
             file.seek(0)
         return list(csv.DictReader(file))
-
-
-def print_changes(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Print the differences from an earlier table, type by type."""
-    before = {row["model_type"]: row for row in read_table(path)}
-    for row in rows:
-        old = before.get(row["model_type"], {})
-        changed = [name for name in ("read", "positions", "weights", "doctor", "swap") if old.get(name) != row[name]]
-        if changed:
-            print(f"{row['model_type']}: " + ", ".join(f"{name} {old.get(name)} → {row[name]}" for name in changed))
 
 
 if __name__ == "__main__":

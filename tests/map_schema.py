@@ -1,4 +1,4 @@
-"""Compares JSON files of schema version 1 with those of version 2, leaf by leaf; uses nothing of attnlens."""
+"""Compare JSON files of schema version 1 with those of version 2, leaf by leaf, without using attnlens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MOVED = (
     (r"((?:swap\.plan\.)?settings)\.sequences_asked$", r"\1.windows_requested"),
     (r"((?:swap\.plan\.)?settings)\.tokens$", r"\1.length"),
 )
-"""Paths in version 1, and what they are in version 2."""
+"""Paths in version 1 → paths in version 2."""
 BODIES = {"selections", "attention", "swap", "more_swaps", "plan", "comparison", "doctor", "experiments", "studies"}
-"""Fields of version 1 that version 2 has only if they are not empty."""
+"""Fields that version 2 omits if they are empty."""
 RUNS = {"timings", "environment", "peak_memory_bytes", "tokens_per_second", "seconds", "stamp", "beside_sdpa"}
 """Fields that differ between two runs of the same command."""
 

@@ -3,9 +3,9 @@
 python tests/mutations.py FOLDER [--tier default|full|both] [--package NAME] [--only NUMBER ...] [--processes N]
 
 data/mutations.tsv lists the faults: a wrong sign, a group off by one, a mask that is dropped, an exit code. For each
-fault, the tests that execute its line run, the fastest first, until one fails. FOLDER keeps which tests execute which
-line; the first call records that with pytest-cov, which takes twice the time of the tests. Exit 1 if fewer than 95 %
-are caught.
+fault, the tests that execute its line run, the fastest first, until one fails. FOLDER stores which tests execute which
+line; the first call records it with pytest-cov, which takes twice the time of the tests. Exit 1 if fewer than 95 % are
+caught.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -36,11 +37,11 @@ TABLE = Path(__file__).parent / "data" / "mutations.tsv"
 TIERS = {"default": "not full", "full": "full", "both": "full or not full"}
 """Marker expression of each tier."""
 WANTED = 0.95
-"""Share of the faults that must be caught."""
+"""Share of the faults that the tests must catch."""
 LONGEST = 900
-"""Seconds after which a run counts as caught, because the fault made the tests hang."""
+"""Seconds after which a fault counts as caught, because it made the tests hang."""
 MOST = 400
-"""Tests that run for one fault at most; of more, those of many files are chosen."""
+"""Maximum number of tests for one fault."""
 LIBRARIES = (
     *("matplotlib.backends.backend_agg", "pandas", "pydantic", "pytest", "rich.table", "scipy.optimize", "scipy.stats"),
     *("torch", "torch._dynamo", "transformers.models.auto.modeling_auto", "transformers.models.gpt2.modeling_gpt2"),
@@ -78,7 +79,7 @@ FAULTS = [Fault(number, *line.split("\t")) for number, line in enumerate(TABLE.r
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder for what is recorded")
+    parser.add_argument("folder", type=Path, help="folder for the record")
     parser.add_argument("--tier", choices=TIERS, default="default", help="tests that run")
     parser.add_argument("--package", help="faults of this package only")
     parser.add_argument("--only", nargs="+", type=int, help="faults with these numbers only")
@@ -94,13 +95,12 @@ def main() -> None:
     ]
     with ThreadPoolExecutor(options.processes) as pool:
         tests = list(pool.map(functools.partial(verdict, executed), faults))
-    outcomes: dict[str, list[bool]] = defaultdict(list)
-    for fault, test in zip(faults, tests, strict=True):
-        for row in (fault.package, "all"):
-            outcomes[row].append(bool(test))
-    for row in [*sorted(outcomes.keys() - {"all"}), "all"]:
-        print(f"{row:10} {len(outcomes[row]):3} planted, {sum(outcomes[row]):3} caught")
-    sys.exit(sum(outcomes["all"]) < WANTED * len(faults))
+    planted = Counter(fault.package for fault in faults)
+    caught = Counter(fault.package for fault, test in zip(faults, tests, strict=True) if test)
+    for package in sorted(planted):
+        print(f"{package:10} {planted[package]:3} planted, {caught[package]:3} caught")
+    print(f"{'all':10} {len(faults):3} planted, {caught.total():3} caught")
+    sys.exit(caught.total() < WANTED * len(faults))
 
 
 @dataclass(frozen=True)
@@ -133,16 +133,13 @@ class Executed:
         """Return the tests that execute a fault's statement, or else its package's tests, the fastest first."""
         of_file = self.lines.get(fault.file, {})
         tests = set().union(*(of_file.get(line, set()) for line in statement_lines(fault, source)))
-        if not tests:  # such as a line that runs in a process of its own, which coverage does not see
+        if not tests:  # for example, a line that runs in another process, which coverage misses
             tests = {test for test in self.seconds if test.startswith(f"tests/{fault.package}/")}
-        fastest = sorted(tests & self.seconds.keys(), key=lambda test: self.seconds[test])
-        seen: dict[str, int] = defaultdict(int)
-        rank: dict[str, int] = {}
-        for test in fastest:  # of each file and function the fastest first, so that all claims are tried early
-            name = test.partition("[")[0]
-            rank[test], seen[name] = seen[name], seen[name] + 1
-        chosen = sorted(fastest, key=lambda test: (rank[test] > 2, self.seconds[test]))
-        return chosen[:MOST]
+        fastest = sorted(tests & self.seconds.keys(), key=self.seconds.__getitem__)
+        counts: dict[str, Iterator[int]] = defaultdict(count)
+        rank = {test: next(counts[test.partition("[")[0]]) for test in fastest}
+        # the three fastest cases of each test function come first, so that all claims are tried early
+        return sorted(fastest, key=lambda test: (rank[test] > 2, self.seconds[test]))[:MOST]
 
 
 def record(folder: Path, marker: str) -> None:
@@ -189,8 +186,8 @@ def verdict(executed: Executed, fault: Fault) -> str:
         place = Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=ignored))
         file = place / "attnlens" / fault.file
         source = file.read_text()
-        if (count := source.count(fault.right)) != 1:
-            raise SystemExit(f"{fault.number}: {fault.right!r} occurs {count} times in {fault.file}")
+        if source.count(fault.right) != 1:
+            raise SystemExit(f"{fault.number}: {fault.right!r} must occur once in {fault.file}")
         tests = executed.tests(fault, source)
         file.write_text(source.replace(fault.right, fault.wrong))
         failed = first_failure(place, tests) if tests else ""

@@ -1,9 +1,9 @@
-"""Runs a fixed list of commands on the demo model and saves all that they print and write in FOLDER.
+"""Run a fixed list of commands on the demo model and save all that they print and write in FOLDER.
 
 python tests/oracle.py FOLDER [--against OTHER]
 
-With --against it prints every difference from OTHER, a folder saved before a change on the same machine; times, memory
-and the environment are left out.
+With --against, print every difference from OTHER, a folder saved before a change on the same machine, except times,
+memory and the environment.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import map_schema
-from program import attnlens, python
+from program import DEMO, attnlens, python
 
-DEMO = Path(__file__).parent.parent / "attnlens" / "models" / "demo"
 LOADED = (
     "import attnlens, json, torch; model = attnlens.load_swapped('saved').model; "
     "logits = model(torch.arange(24)[None]).logits.double(); json.dump(logits.sum(-1).tolist(), open('l.json', 'w'))"
@@ -89,7 +88,7 @@ COST = re.compile(r"× [0-9.]+|[0-9.,]+ (s|ms|MiB|→|tokens per second)(?= |$|[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where everything is saved; new")
+    parser.add_argument("folder", type=Path, help="new folder for the outputs")
     parser.add_argument("--against", type=Path, help="an earlier folder to compare with")
     parser.add_argument("--only", nargs="+", choices=COMMANDS, default=COMMANDS, help="run only these commands")
     options = parser.parse_args()
@@ -108,7 +107,7 @@ def main() -> None:
 
 
 def differences(before: Path, after: Path) -> Iterator[str]:
-    """Yield a line for each value that is missing, new or different."""
+    """Yield one line for each value that is missing, new or different."""
     first, second = (dict(values(folder)) for folder in (before, after))
     for path in sorted(first.keys() | second.keys()):
         if first.get(path) != second.get(path):
@@ -116,7 +115,7 @@ def differences(before: Path, after: Path) -> Iterator[str]:
 
 
 def values(folder: Path) -> Iterator[tuple[str, object]]:
-    """Yield all values of all files with their paths, without those that differ between two runs."""
+    """Yield all values of all files with their paths, except those that differ between two runs."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if not path.is_file() or name.parts[0] in ("work", "saved"):

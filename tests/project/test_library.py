@@ -8,7 +8,6 @@ import doctest
 import functools
 import os
 import re
-import subprocess
 import sys
 from importlib import import_module, metadata
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 import stub
 import torch
 from loaded import BARE
-from program import DEMO, environment_with, refused
+from program import DEMO, captured, environment_with, refused
 from reports import planted, timeless
 from views import absent
 
@@ -33,8 +32,8 @@ from attnlens.models import hooks
 
 PACKAGE = Path(attnlens.__file__).parent
 REPRODUCED = ("bert", "albert", "gpt2", "gpt_oss", "gemma2", "t5", "bart")
-"""Families that return their attention matrices: plain, one module called again and again, causal, sinks and groups,
-softcap and window, position bias, cross-attention."""
+"""Families that return their attention matrices: plain, one module called repeatedly, causal, sinks and groups, softcap
+and window, position bias, cross-attention."""
 
 
 def family(name):
@@ -49,17 +48,11 @@ def run(model, batch):
 
 
 def state(model):
-    """Return all that must be the same when the library has released a model."""
+    """Return the state of a model that the library must restore."""
     hooked = [(part.training, len(part._forward_hooks), len(part._forward_pre_hooks)) for part in model.modules()]
     learning = [(parameter.requires_grad, parameter.grad is None) for parameter in model.parameters()]
     names = {id(config): config._attn_implementation for config in hooks.interface.list_configs(model)}
     return [hooked, learning, list(names.values()), torch.get_rng_state().tolist()]
-
-
-def process(*words, **environment):
-    """A Python that has imported nothing yet."""
-    env = environment_with(**environment)
-    return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, check=False)
 
 
 def test_names_resolve_and_are_listed_once():
@@ -78,7 +71,7 @@ def test_names_resolve_and_are_listed_once():
 
 @functools.cache
 def names_used(path):
-    """Names that a file imports or reads, also as attributes."""
+    """Return the names that a file imports or reads, also as attributes."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     names |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -106,7 +99,7 @@ FACTS = {"formula": "z", "source": "me", "positive": True, "symmetric": True, "f
 
 @pytest.fixture
 def _tables(monkeypatch):
-    """The registries, as they were before a test registered anything."""
+    """Restore the registries after a test that registers plug-ins."""
     registry.list_analyzers()
     parsed("rbf")
     monkeypatch.setattr(registry, "_ANALYZERS", dict(registry._ANALYZERS))
@@ -189,8 +182,8 @@ def test_entry_points_are_read_once_and_cannot_take_the_name_of_a_built_in(tmp_p
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    result = process("-m", "attnlens", "list", "kernels", PYTHONPATH=path)
+    env = environment_with(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    result = captured([sys.executable, "-m", "attnlens", "list", "kernels"], None, env)
     refused(result, "greedy defines the kernel 'rbf', which is already built in")
     registry.measure_sources()
     parsed("rbf")
@@ -200,7 +193,7 @@ def test_entry_points_are_read_once_and_cannot_take_the_name_of_a_built_in(tmp_p
 
 
 def returned_matrices(model, batch):
-    """The attention matrices that the model itself returns, in the order of execution."""
+    """Return the attention matrices that the model returns, in the order of execution."""
     model.set_attn_implementation("eager")
     with torch.no_grad():
         outputs = model(**batch, output_attentions=True)
@@ -420,9 +413,8 @@ def test_the_suffix_decides_how_a_report_is_saved(tmp_path):
 def test_a_report_is_compared_drawn_and_shown_in_a_notebook(demo):
     small = {"windows": 2, "length": 8, "layers": [0], "analyzers": ["symmetry"]}
     one, other = (attnlens.inspect(demo, **small, seed=seed) for seed in (0, 1))
-    assert one == one.model_copy(deep=True)
+    assert one == one.model_copy(deep=True) != other
     assert one.windows != other.windows
-    assert one != other
     figure, shown = one.plot(), one._repr_html_()
     assert isinstance(figure, matplotlib.figure.Figure)
     assert figure.axes
@@ -436,20 +428,12 @@ def test_a_report_is_compared_drawn_and_shown_in_a_notebook(demo):
         empty.plot()
 
 
-def test_each_job_of_converge_takes_its_own_options_only():
-    head = functools.partial(attnlens.converge_head, head=(0, 0))
-    jobs = {"head": attnlens.converge_synthetic, "trials": head, "iterations": attnlens.converge_checkpoints}
-    for foreign, job in jobs.items():
-        with pytest.raises(UsageError, match=f"[Uu]nknown option '{foreign}'"):
-            job(**{foreign: 3})
-
-
 AUTOCAST, DEVICE = torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta")
 
 
 @contextlib.contextmanager
 def all_at_once():
-    """Both of them, and new tensors of a short type."""
+    """Set autocast, the default device, and bfloat16 as the default type."""
     before = torch.get_default_dtype()
     with AUTOCAST, DEVICE:
         torch.set_default_dtype(torch.bfloat16)

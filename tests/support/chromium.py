@@ -1,4 +1,4 @@
-"""Headless Chromium for tests of pages: one browser a process, and what a page logged, asked for and holds."""
+"""Headless Chromium for tests of pages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def needed(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def started() -> webdriver.Chrome:
-    """A new browser that keeps what pages log."""
+    """Start a browser that keeps the logs of pages."""
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER or ""
     # no sandbox: CI runs as root in a container, and the pages are ours
@@ -40,14 +40,14 @@ def started() -> webdriver.Chrome:
     return webdriver.Chrome(options=options, service=Service(DRIVER))
 
 
-def sized(browser: webdriver.Chrome, width: int, height: int = 1000) -> None:
-    """Give the page that many pixels."""
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+def sized(browser: webdriver.Chrome, width: int) -> None:
+    """Set the width of the page in pixels."""
+    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def opened(browser: webdriver.Chrome, path: Path, fragment: str = "") -> None:
-    """Load the page anew, until its script has run: on busy cores `get` returns before it has, if the page is large."""
+    """Load the page and wait until its script has run: for a large page on a busy core, `get` can return earlier."""
     browser.get("about:blank")
     browser.get(f"{path.as_uri()}#{fragment}")
     ready = lambda _: browser.execute_script("return document.documentElement.dataset.ready") == "yes"  # noqa: E731
@@ -55,11 +55,11 @@ def opened(browser: webdriver.Chrome, path: Path, fragment: str = "") -> None:
 
 
 def logged(browser: webdriver.Chrome) -> list[str]:
-    """What the pages logged since it was asked last: errors, and what their policy refused."""
+    """Return what the pages logged since the last call: errors, and what their policy refused."""
     return [str(entry["message"]) for entry in browser.get_log("browser")]
 
 
 def faults(browser: webdriver.Chrome) -> list[Any]:
-    """The serious faults of accessibility that axe finds in the page as it is shown."""
+    """Return the serious accessibility faults that axe finds in the page as shown."""
     browser.execute_script(AXE.read_text())
     return list(browser.execute_async_script(FAULTS, {"resultTypes": ["violations"]}))

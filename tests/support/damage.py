@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,33 +21,29 @@ PARTS = {
     "attention.self.query attention.self.key attention.self.value attention.output.dense",
     "llama": "self_attn input_layernorm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj",
 }
-"""The attention, the norm next to it, and its projections, as submodules of a block."""
+"""Names of the attention, the norm next to it, and its projections, as submodules of a block."""
 
 
 def layers(model: Any) -> list[SimpleNamespace]:
     """Return each layer's block, attention module, norm next to the attention, and projections."""
-    kind = model.config.model_type
-    if kind == "gpt2":
-        return [_gpt2(block) for block in model.transformer.h]
+    match model.config.model_type:
+        case "gpt2":
+            return [_gpt2(block) for block in model.transformer.h]
+        case "bert":
+            blocks = [*model.base_model.encoder.layer]
+        case "t5":
+            blocks = [*model.encoder.block, *model.decoder.block]
+        case "whisper":
+            blocks = [*model.model.encoder.layers, *model.model.decoder.layers]
+        case _:
+            blocks = [*model.model.layers]
     made = []
-    for block in _blocks(model):
-        attention, norm, *linear = map(block.get_submodule, PARTS.get(kind, PARTS["llama"]).split())
+    for block in blocks:
+        names = PARTS.get(model.config.model_type, PARTS["llama"]).split()
+        attention, norm, *linear = map(block.get_submodule, names)
         projections = [(part.weight.data, None if part.bias is None else part.bias.data) for part in linear]
         made.append(_layer(block, attention, norm, *projections))
     return made
-
-
-def _blocks(model: Any) -> list[Any]:
-    """Return the blocks, the encoder's before the decoder's."""
-    match model.config.model_type:
-        case "bert":
-            return [*model.base_model.encoder.layer]
-        case "t5":
-            return [*model.encoder.block, *model.decoder.block]
-        case "whisper":
-            return [*model.model.encoder.layers, *model.model.decoder.layers]
-        case _:
-            return [*model.model.layers]
 
 
 def _layer(block: Any, attention: Any, norm: Any, *projections: Linear) -> SimpleNamespace:
@@ -62,13 +58,6 @@ def _gpt2(block: Any) -> SimpleNamespace:
     return _layer(block, attention, block.ln_1, *parts, (output.weight.data.T, output.bias.data))
 
 
-def _rows(model: Any, heads: Iterable[int]) -> Tensor:
-    """Return the rows of these heads in a projection."""
-    config = model.config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return torch.cat([torch.arange(head * size, (head + 1) * size) for head in heads])
-
-
 def _groups(model: Any) -> tuple[int, int]:
     """Return the number of key heads, and of query heads per key head."""
     heads = model.config.num_attention_heads
@@ -76,32 +65,30 @@ def _groups(model: Any) -> tuple[int, int]:
     return kv_heads, heads // kv_heads
 
 
-def _tensors(projection: Linear) -> list[Tensor]:
-    return [part for part in projection if part is not None]
+def _split(projection: Linear, *heads: int) -> list[Tensor]:
+    """Return weight and bias, if any, as views of shape (*heads, size, …)."""
+    return [part.unflatten(0, (*heads, -1)) for part in projection if part is not None]
 
 
 def _reorder(model: Any, own: SimpleNamespace) -> None:
     """Move key heads one place on, each with its query heads, values and output columns."""
-    kv_heads, group = _groups(model)
-    order = torch.arange(kv_heads).roll(1).tolist()
-    keys = _rows(model, order)
-    queries = _rows(model, [head * group + place for head in order for place in range(group)])
-    for projection, rows in ((own.query, queries), (own.key, keys), (own.value, keys)):
-        for part in _tensors(projection):
-            part.copy_(part[rows].clone())
-    own.output[0].copy_(own.output[0][:, queries].clone())
+    kv_heads, _ = _groups(model)
+    output = own.output[0].T, None
+    for part in (part for each in (own.query, own.key, own.value, output) for part in _split(each, kv_heads)):
+        part.copy_(part.roll(1, 0))
 
 
 def _change_gauge(model: Any) -> None:
     """Make W_Q W_Q A and W_K W_K A⁻ᵀ; under RoPE, A turns and stretches each pair of coordinates."""
-    generator, (kv_heads, group) = torch.Generator().manual_seed(0), _groups(model)
+    generator, groups = torch.Generator().manual_seed(0), _groups(model)
     draw = _turn if hasattr(model.config, "rope_parameters") else _mixture
     for own in layers(model):
-        for head in range(kv_heads):
-            change = draw(len(_rows(model, [head])), generator)
-            for query in range(head * group, (head + 1) * group):
-                _apply(own.query, _rows(model, [query]), change)
-            _apply(own.key, _rows(model, [head]), torch.linalg.inv(change).T)
+        queries, keys = _split(own.query, *groups), _split(own.key, groups[0], 1)
+        for head in range(groups[0]):
+            change = draw(keys[0].shape[2], generator)
+            for parts, matrix in ((queries, change), (keys, torch.linalg.inv(change).T)):
+                for part in parts:
+                    part[head] = torch.einsum("ij,gj...->gi...", matrix, part[head].double())
 
 
 def _mixture(size: int, generator: torch.Generator) -> Tensor:
@@ -115,24 +102,19 @@ def _turn(size: int, generator: torch.Generator) -> Tensor:
     return torch.cat([torch.cat([cos.diag(), -sin.diag()], 1), torch.cat([sin.diag(), cos.diag()], 1)])
 
 
-def _apply(projection: Linear, rows: Tensor, change: Tensor) -> None:
-    for part in _tensors(projection):
-        part[rows] = (change @ part[rows].double()).to(part.dtype)
-
-
 @torch.no_grad()
 def plant(model: Any, changes: Mapping[str, int]) -> Any:
     """Return the model with each change at its layer; RoPE's base, rounding and the gauge change in all layers."""
-    rows = _rows(model, [HEAD])
+    kv_heads, _ = _groups(model)
     for name, layer in changes.items():
         own = layers(model)[layer]
         match name:
             case "W_K shuffled":
-                order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
-                own.key[0][rows] = own.key[0][rows[order]]
+                rows = _split(own.key, kv_heads)[0][HEAD]
+                rows.copy_(rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))])
             case "head zeroed":
-                for part in _tensors(own.key):
-                    part[rows] = 0
+                for part in _split(own.key, kv_heads):
+                    part[HEAD] = 0
             case "3 bits":
                 for weight in (weight for weight in own.block.parameters() if weight.dim() > 1):
                     step = weight.abs().max() / 4

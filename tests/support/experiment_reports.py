@@ -1,4 +1,4 @@
-"""Synthetic reports of `converge` and `verify`: experiments, a series of checkpoints."""
+"""Synthetic reports of `converge` and `reproduce`: experiments, and a series of checkpoints."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SHARE: dict[str, Any] = {"quantity": "share of trials", "bounded": True}
 
 
 def curve(steps: list[float], median: np.ndarray, spread: float = 0.0, **shown: Any) -> Curve:
-    """A median with a band of ± spread around it, or without."""
+    """Return a curve with a band of ± spread around its median, if spread is not 0."""
     values = np.asarray(median, dtype=float)
     low, high = ((values + sign * spread).tolist() if spread else None for sign in (-1, 1))
     return Curve(steps=steps, median=values.tolist(), low=low, high=high, **shown)
 
 
 def converging(**changes: Any) -> Experiment:
-    """Four correlations that rise with the iterations; all figures as published."""
+    """Return an experiment of four correlations that rise with the iterations; all figures are as published."""
     steps = [1.0, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
     ends = {"W to Frobenius": 0.991, "W to nuclear": 0.858, "K,Q to nuclear": 0.996, "K,Q to Frobenius": 0.851}
     fields: dict[str, Any] = {
@@ -43,7 +43,7 @@ def converging(**changes: Any) -> Experiment:
 
 
 def selecting(**changes: Any) -> Experiment:
-    """A share against the dimension, with the published curve."""
+    """Return an experiment of a share by dimension, with the published curve."""
     steps, shares = [2.0, 4, 10, 30, 50], np.array([0.13, 0.34, 0.68, 0.9, 0.95])
     published = [0.12, 0.35, 0.67, 0.91, 0.96]
     names = [f"d={step:.0f}" for step in steps]
@@ -64,7 +64,7 @@ def selecting(**changes: Any) -> Experiment:
 
 
 def golden(**changes: Any) -> Experiment:
-    """Figures without curves, exact to a millionth, one of them a bound."""
+    """Return an experiment of figures without curves, exact to a millionth; one is a bound."""
     fields: dict[str, Any] = {
         "name": "golden instances",
         "question": "Are solved instances solved again?",
@@ -77,7 +77,7 @@ def golden(**changes: Any) -> Experiment:
 
 
 def of_head() -> Experiment:
-    """A head's own problem: quantities that need axes of their own, nothing published."""
+    """Return an experiment of one head: quantities that need separate axes, nothing published."""
     at = np.array([0.0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000])
     steps = at.tolist()
     rise, kept = 1 - np.exp(-at / 100), {"quantity": "share of queries", "bounded": True, "picture": "selection kept"}
@@ -99,7 +99,7 @@ def of_head() -> Experiment:
 
 
 def training(layers: int = 4, heads: int = 8, checkpoints: int = 7, **changes: Any) -> Experiment:
-    """Measures that leave their null as training goes on."""
+    """Return a series of checkpoints whose measures leave their null during training."""
     random = np.random.default_rng(0)
     steps = [0.0, *np.round(np.geomspace(30, 6000, checkpoints - 1))]
     curves = {"loss": curve(steps, 2.5 + 4.5 * np.exp(-np.arange(checkpoints)), quantity="nats per token")}
@@ -129,7 +129,7 @@ def training(layers: int = 4, heads: int = 8, checkpoints: int = 7, **changes: A
 
 
 def experiment_report(*experiments: Experiment, command: str = "converge", **changes: Any) -> Report:
-    """A report without a model that holds these experiments."""
+    """Return the report of these experiments, without a model."""
     architecture = "f(X, z) = h(Xᵀ softmax(XWz))"
     fields = {
         **{"command": command, "kind": "experiments", "heads": [], "experiments": list(experiments)},
@@ -142,14 +142,14 @@ def experiment_report(*experiments: Experiment, command: str = "converge", **cha
 
 
 def series_report(layers: int = 4, heads: int = 8, **changes: Any) -> Report:
-    """A report of a model's checkpoints."""
+    """Return the report of a model's checkpoints."""
     update = {"command": "converge", "kind": "experiments", "heads": []}
     update["experiments"] = [training(layers, heads, **changes)]
     return synthetic_report(layers, heads).model_copy(update=update)
 
 
 def failing() -> Experiment:
-    """Figures that miss the published ones, and one without a value."""
+    """Return an experiment whose figures differ from the published ones; one lacks a value."""
     figures = {"norm": 8.7, "gap": 3e-3, "rank": None}
     published = {"norm": 8.685735, "gap": 0.0, "rank": 1.0}
     more = {"tolerance": {"norm": 1e-6, "gap": 1e-9}, "bounds": {"gap": "at most"}}

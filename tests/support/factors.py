@@ -14,19 +14,19 @@ ROTARY = ["gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", 
 
 
 def read(model, name=None, inputs=None):
-    """The factors, or the error, of every site of a family: from one token and from the window."""
+    """Return the factors, or the error, of every site of a family, from one token and from the window."""
     inputs = inputs or families.inputs(name, model, batch=1)
     one = {key: value[:, :1] if key.endswith(("ids", "mask")) else value for key, value in inputs.items()}
     return list(weights.factors(model, hooks.survey(model, one), hooks.survey(model, inputs)))
 
 
 def random_inputs(model, tokens):
-    """The inputs that attnlens generates, in the model's own precision."""
+    """Return the inputs that attnlens generates, in the model's precision."""
     return hooks.as_dtype(texts.placeholder(loaded(model), tokens, 0).batches[0].inputs, model.dtype)
 
 
 def factors_of(model):
-    """The factors of every site, from one generated token and from seven."""
+    """Return the factors of every site, from one generated token and from seven."""
     results = list(weights.factors(model, *(hooks.survey(model, random_inputs(model, tokens)) for tokens in (1, 7))))
     assert results
     assert not [error for error in results if isinstance(error, UnreadableError)], results
@@ -34,14 +34,14 @@ def factors_of(model):
 
 
 def agrees(model):
-    """Whether the factors give the model's own attention on generated inputs."""
+    """Return True if the factors reproduce the model's attention on generated inputs."""
     inputs = random_inputs(model, 7)
     first = hooks.survey(model, random_inputs(model, 1))
     return all(check.verdict == "agrees" for check in check_sites(model, first, hooks.survey(model, inputs), inputs))
 
 
 def random_model(model):
-    """The model in float64 with weights that are neither uniform nor small; gains stay near 1."""
+    """Return the model in float64 with random weights; gains stay near 1."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         for parameter in model.double().eval().requires_grad_(False).parameters():
@@ -53,7 +53,7 @@ def random_model(model):
 
 
 def probes(model):
-    """The probe of every site for one generated token."""
+    """Return the probe of every site for one generated token."""
     sites = hooks.survey(model, random_inputs(model, 1))
     return [smallest(Probe(model, site, float64_weights(site.module), site.layout)) for site in sites]
 

@@ -1,4 +1,4 @@
-"""A model hub on this machine that answers what a download requests."""
+"""A model hub on this machine that answers the requests of a download."""
 
 import hashlib
 import json

@@ -1,8 +1,8 @@
 """Tiny random models of each family, with attention that is neither uniform nor one-hot.
 
-`build(name)` makes a model, `inputs(name, model)` its inputs. Sizes are chosen so that nothing coincides by accident:
-six query heads on two key heads in families with groups (head h // 3, never h % 2), head_dim 10 beside d_model 40 or
-48, biases and norms that are not trivial, a sliding window and a softcap that bite.
+`build(name)` makes a model, `inputs(name, model)` its inputs. No two sizes are equal by accident:
+six query heads on two key heads in families with groups (head h // 3, never h % 2), head_dim 10 and d_model 40 or 48,
+biases and norms that are not trivial, a sliding window and a softcap that have an effect.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SPREAD: dict[str, float] = {
     **dict.fromkeys(("bert", "roberta", "albert", "bart"), 1.8),
     **{"t5": 0.76, "gpt_neo": 0.76, "gemma2": 1.8, "qwen3": 1.0, "gemma3": 1.0},
 }
-"""Standard deviation of an entry of q and of k for inputs of variance 1, by family, else 1.4, which makes logits of
-about 2 when they are divided by √head_dim. Models that normalise after each block mix their tokens more and want more;
-T5 and GPT-Neo do not divide, Gemma divides by √24, and behind a QK-norm it has no effect."""
+"""Standard deviation of an entry of q and of k for inputs of variance 1, by family (default: 1.4, which makes logits of
+about 2 if they are divided by √head_dim). Models that normalise after each block mix their tokens more and need more;
+T5 and GPT-Neo do not divide, Gemma divides by √24, and before a QK-norm it has no effect."""
 NORM_GAIN = {"qwen3": 1.4, "gemma3": 1.8}
 """Factors of the gains of QK-norms (Gemma's gain is 1 + its weight, hence added)."""
 
@@ -97,7 +97,7 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "mamba": (tf.MambaForCausalLM, tf.MambaConfig, TEXT | {"hidden_size": 40, "num_hidden_layers": 2, "state_size": 6}),
     "yoso": (tf.YosoForMaskedLM, tf.YosoConfig, ENCODER),
 }
-"""Name → class of the model, class of its configuration, and what that is made of."""
+"""Name → class of the model, class of its configuration, and settings of the configuration."""
 REFUSED = ("mamba", "yoso")
 """Families that have no attention, or none with a softmax."""
 TRACED = ("bloom", "mpnet", "deberta_v2", "gptj", "gpt_neo", "falcon")
@@ -107,17 +107,17 @@ ALIKE = (
     *("roberta", "distilbert", "mpnet", "opt", "qwen2", "qwen3"),
     *("gptj", "gpt_neox", "falcon", "cohere", "phi3", "bart"),
 )
-"""Families whose attention is swapped and checked like that of another one; they differ in the layout of weights."""
+"""Families that differ from another family only in the layout of their weights."""
 UNLIKE = [pytest.param(name, marks=pytest.mark.full) if name in ALIKE else name for name in REACHED]
 CAUSAL = (
     *("gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "cohere"),
     *("gpt_oss", "bloom", "gptj", "gpt_neo", "falcon"),
 )
-"""Families whose self-attention sees the past alone."""
+"""Families with causal self-attention."""
 
 
 def build(name: str, seed: int = 0) -> Any:
-    """The tiny model of that family in evaluation mode and float32, the same for the same seed."""
+    """Build the tiny model of a family in evaluation mode and float32, the same for the same seed."""
     model_class, config, settings = FAMILIES[name]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -146,7 +146,7 @@ QUERY_KEY = (
     *("query", "key.", "q_proj", "k_proj", "q_lin", "k_lin", "c_attn", "qkv_proj"),
     *("Attention.q.", "Attention.k.", "attn.q.", "attn.k."),
 )
-"""Parts of the names of W_Q and W_K, also where W_V shares their matrix."""
+"""Parts of the names of W_Q and W_K, also if W_V shares their matrix."""
 
 
 Side = Literal["left", "right"]
@@ -155,9 +155,9 @@ Side = Literal["left", "right"]
 def inputs(
     name: str, model: Any, batch: int = 2, tokens: int = 12, padded: bool = False, side: Side = "right", seed: int = 0
 ) -> dict[str, Tensor]:
-    """Random inputs of that family's model; `padded` leaves the first sequence whole and cuts the others by 4, 5, ….
+    """Draw inputs of a family's model; `padded` leaves the first sequence whole and cuts the others by 4, 5, ….
 
-    A decoder beside a text encoder gets two tokens fewer, so that their lengths can't be mistaken for each other.
+    If there is a text encoder, its decoder gets two tokens fewer, so that their lengths differ.
     """
     draw = torch.Generator().manual_seed(seed)
 

@@ -1,9 +1,8 @@
-"""A process that has imported attnlens and its libraries and forks for each command, which saves the imports.
+"""A server that has imported attnlens and its libraries, and forks for each command, which saves the imports.
 
-Each command is a process of its own, with its own streams, folder, environment and exit code, started as `python -m
-attnlens`, `python SCRIPT` or `python -c PROGRAM` starts it; only what attnlens, torch, transformers and others do while
-they are imported is done once. What a command itself starts by `sys.executable` is forked as well, and so are its
-worker processes of multiprocessing.
+Each command is a process with its own streams, folder, environment and exit code, as if it were started by `python -m
+attnlens`, `python SCRIPT` or `python -c PROGRAM`; only the imports of attnlens, torch, transformers and others are done
+once. The processes that a command starts by `sys.executable` or multiprocessing are forked as well.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -41,15 +40,15 @@ transformers.models.gpt2.modeling_gpt2 transformers.models.gpt2.tokenization_gpt
 transformers.models.llama.modeling_llama
 """.split()  # noqa: SIM905
 READ_ONCE = ("HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH", "PYTHON", "MPL", "OMP_", "MKL_", "LD_", "SSL_")
-"""Prefixes of variables that libraries read at import: with another value a command starts afresh."""
+"""Prefixes of variables that libraries read at import: with other values, a command can't be forked."""
 OF_INTERPRETER = {"-B", "-u"}
-"""Options of the interpreter that change nothing."""
+"""Options of the interpreter that are ignored."""
 LARGEST = 1 << 17
-"""Bytes of a request: its words and its environment."""
+"""Maximum size of a request in bytes: its words and its environment."""
 MOST, HIGH = 16, 200
-"""Files that a command begins with, at most, and a number above all of theirs."""
+"""Maximum number of open files that a command inherits, and a number above all of theirs."""
 CLIENTS = {"attnlens": ("-m", "attnlens"), "python": ()}
-"""Name → the words that come before the typed ones."""
+"""Name of a command → words before its arguments."""
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 files = [number for number in map(int, os.listdir("/dev/fd")) if os.path.exists(f"/dev/fd/{{number}}")]
@@ -68,12 +67,12 @@ if code < 0:
 sys.exit(code)
 """
 SHARED = "ATTNLENS_TESTS_SERVER"
-"""Variable with the folder of the server that another process started for this one."""
+"""Variable with the folder of a server that the parent process started."""
 _folder: list[Path] = []
 
 
 def takes(environment: Mapping[str, str]) -> bool:
-    """Return whether a command with this environment can be forked: the libraries would have been imported alike."""
+    """Return True if a command with this environment can be forked: libraries see the same values at import."""
     ours = _environment()
     return all(
         ours.get(name) == value or (name == "PYTHONPATH" and _folders_before(value, ours.get(name, "")))
@@ -87,32 +86,8 @@ def _folders_before(path: str, own: str) -> list[str]:
     return path.removesuffix(own).strip(os.pathsep).split(os.pathsep) if path.endswith(own) and path != own else []
 
 
-def run(
-    words: Sequence[str], cwd: Path | str | None, env: Mapping[str, str], stdin: str | None, seconds: float
-) -> subprocess.CompletedProcess[str]:
-    """What subprocess.run([python, *words]) gives; raises TimeoutExpired after that many seconds."""
-    request = {"words": list(words), "cwd": os.fspath(cwd or Path.cwd()), "env": dict(env), "files": [0, 1, 2]}
-    with ExitStack() as stack:
-        streams = [stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(3)]
-        streams[0].write(stdin or "")
-        streams[0].seek(0)
-        server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        server.connect(str(commands() / "socket"))
-        socket.send_fds(server, [json.dumps(request).encode()], [stream.fileno() for stream in streams])
-        child = int(server.recv(64))
-        server.settimeout(seconds)
-        try:
-            code = int(server.recv(64))
-        except TimeoutError:
-            os.kill(child, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(list(words), seconds) from None
-        for stream in streams:
-            stream.seek(0)
-        return subprocess.CompletedProcess(list(words), code, streams[1].read(), streams[2].read())
-
-
 def commands() -> Path:
-    """A folder with the commands `attnlens` and `python`, behind which this test process's server runs."""
+    """Return a folder with the commands `attnlens` and `python`, which the server of this process runs."""
     if not _folder:
         folder = Path(os.environ[SHARED]) if SHARED in os.environ else start()
         deadline = time.monotonic() + 120
@@ -144,7 +119,7 @@ def start_for_workers() -> None:
 
 @contextmanager
 def workers() -> Iterator[None]:
-    """Inside, what this process itself starts by `sys.executable` or multiprocessing is forked as well."""
+    """Context manager: fork also what this process itself starts by `sys.executable` or multiprocessing."""
     python, before = str(commands() / "python"), sys.executable
     sys.executable = python
     multiprocessing.set_executable(python)
@@ -156,15 +131,15 @@ def workers() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """The server's own: offline, and with one thread, since as many tests run at once as there are cores."""
+    """Return the server's environment: offline, and one thread, because one test runs per core."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def _serve(address: Path) -> None:
     """Fork for every request, once to run the command and once to wait for it."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.bind(str(address))
-        door.listen()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(address))
+        listener.listen()
         gc.disable()  # nearly all that imports create stays
         for library in LIBRARIES:
             importlib.import_module(library)
@@ -175,17 +150,19 @@ def _serve(address: Path) -> None:
         sys.executable = str(address.parent / "python")
         multiprocessing.set_executable(sys.executable)
         (address.parent / "ready").touch()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who interrupts the tests ends this with them
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # an interrupt of the tests ends the parent, and the loop below then ends
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         parent = os.getppid()
-        door.settimeout(2)
-        while os.getppid() == parent:  # tests that were killed leave no server behind
+        listener.settimeout(2)
+        while os.getppid() == parent:  # ends also if the tests are killed
             try:
-                connection = door.accept()[0]
+                connection = listener.accept()[0]
             except TimeoutError:
                 continue
             if os.fork() == 0:
-                door.close()
+                listener.close()
                 _answer(connection)
             connection.close()
 
@@ -218,7 +195,7 @@ def _end_with(connection: socket.socket, child: int) -> None:
 
 
 def _become(request: dict[str, Any], files: Sequence[int]) -> None:
-    """Be the command, and end with its exit code."""
+    """Run the command in this process, and end with its exit code."""
     code = 0
     try:
         _take(files, request["files"])
@@ -255,7 +232,7 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
 
 
 def _take(files: Sequence[int], numbers: Sequence[int]) -> None:
-    """Have these files by these numbers, and none by another number of a stream."""
+    """Give these files these numbers, and close all other standard streams."""
     above = [fcntl.fcntl(file, fcntl.F_DUPFD, HIGH) for file in files]
     for file in (0, 1, 2, *files):
         os.close(file)

@@ -1,4 +1,4 @@
-"""QueryKeys built from plain tensors, and the dense matrices that they stand for."""
+"""QueryKeys built from plain tensors, and the dense matrices that they represent."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-10) -> None:
-    """Both are equal within that tolerance, relative and absolute."""
+    """Check that both are equal within this tolerance, relative and absolute."""
     torch.testing.assert_close(ours, theirs.to(ours), rtol=tolerance, atol=tolerance)
 
 
 def query_key(
     query: Tensor, key: Tensor, source: Source = "weights", part: Part = "encoder", scale: float = 0.3, **rest: object
 ) -> QueryKey:
-    """Query heads in groups on key heads, as GQA pairs them."""
+    """Build a QueryKey; groups of query heads share key heads, as in GQA."""
     heads, kv_heads = query.shape[-3], key.shape[-3]
     rest.setdefault("key_of", tuple(head * kv_heads // heads for head in range(heads)))
     return QueryKey(query, key, scale, source, Site("attention", 0, 0, part), tuple(range(heads)), **rest)
 
 
-def rotary(positions: int, head_dim: int, base: float = 50.0, rotated: int | None = None) -> Rotation:
-    """RoPE in the half-split layout on the first `rotated` dimensions."""
+def rotary(positions: int, head_dim: int, rotated: int | None = None) -> Rotation:
+    """Build RoPE in the half-split layout on the first `rotated` dimensions."""
     half = (head_dim if rotated is None else rotated) // 2
     pairs = torch.stack((torch.arange(half), torch.arange(half, 2 * half)), -1)
-    angles = torch.arange(positions).double()[:, None] * base ** (-torch.arange(half).double() / half)
+    angles = torch.arange(positions).double()[:, None] * 50.0 ** (-torch.arange(half).double() / half)
     return Rotation(pairs, angles, head_dim)
 
 
 def turns(rotation: Rotation) -> Tensor:
-    """Its matrices, formed: row vector x → x R(i)."""
+    """Form its matrices: row vector x → x R(i)."""
     matrices = torch.eye(rotation.size, dtype=torch.float64).repeat(len(rotation.angles), 1, 1)
     for (first, second), angles in zip(rotation.pairs.tolist(), rotation.angles.T, strict=True):
         matrices[:, first, first] = matrices[:, second, second] = angles.cos()
@@ -46,13 +46,13 @@ def turns(rotation: Rotation) -> Tensor:
 
 
 def dense(heads: QueryKey) -> Tensor:
-    """M of every head, formed."""
+    """Form M of every head."""
     key = heads.key.double()[..., list(heads.key_of), :, :]
     return heads.scale * heads.query.double() @ key.mT
 
 
 def at_distance(heads: QueryKey, distance: int) -> Tensor:
-    """M(Δ) of every head, formed: W_Q R(−Δ) W_Kᵀ."""
+    """Form M(Δ) = W_Q R(−Δ) W_Kᵀ of every head."""
     assert heads.rotation is not None
     turn = turns(heads.rotation)[abs(distance)]
     key = heads.key.double()[..., list(heads.key_of), :, :]
@@ -60,7 +60,7 @@ def at_distance(heads: QueryKey, distance: int) -> Tensor:
 
 
 def stacked(heads: QueryKey) -> Tensor:
-    """The joint kernel on (content, position) of every head, formed and divided by the number of positions."""
+    """Form the joint kernel on (content, position) of every head, divided by the number of positions."""
     assert heads.rotation is not None
     key = heads.key.double()[..., list(heads.key_of), :, :]
     queries = torch.cat([heads.query.double() @ turn for turn in turns(heads.rotation)], -2)

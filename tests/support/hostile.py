@@ -61,9 +61,9 @@ def refused(kind: type[AttnlensError], call: Callable[[], object], *words: str) 
 def each_refused(
     kind: type[AttnlensError], original: Path, faults: Mapping[str, tuple[Any, ...]], *calls: Callable[[Path], object]
 ) -> None:
-    """Check that each call refuses each fault, (edit, words …), of a copy of the folder; the copies are put beside it.
+    """Check that each call refuses each fault, (edit, words …), in a copy of the folder, made next to it.
 
-    Only the first call's error must contain all words, those of the other calls the first word.
+    The first call's error must contain all words, those of the other calls only the first word.
     """
     for number, (fault, (edit, *words)) in enumerate(faults.items()):
         folder = Path(shutil.copytree(original, original.parent / f"fault{number}" / original.name))

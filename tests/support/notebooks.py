@@ -1,4 +1,4 @@
-"""Executes the code cells of notebooks in order, as Jupyter does, and stores their outputs.
+"""Execute the code cells of notebooks in order, as Jupyter does, and store their outputs.
 
 python tests/support/notebooks.py examples/*.ipynb
 """
@@ -22,12 +22,12 @@ DPI = 90  # of stored figures, which keeps a notebook small
 
 
 def read_cells(path: Path) -> list[dict[str, Any]]:
-    """The code cells of a notebook."""
+    """Return the code cells of a notebook."""
     return [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
 
 
 def execute(path: Path) -> list[list[dict[str, Any]]]:
-    """The outputs of each code cell; files are written to a temporary folder."""
+    """Return the outputs of each code cell; files are written to a temporary folder."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         return [
@@ -37,7 +37,7 @@ def execute(path: Path) -> list[list[dict[str, Any]]]:
 
 
 def _run(source: str, name: str, number: int, namespace: dict[str, Any]) -> list[dict[str, Any]]:
-    """The printed text of a cell, and its last value unless that is None."""
+    """Return the printed text of a cell, and its last value unless it is None."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     tree = ast.parse(source)
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
@@ -65,12 +65,12 @@ def _show(value: object) -> dict[str, Any]:
 
 
 def texts(outputs: list[dict[str, Any]]) -> list[str]:
-    """The text of each output."""
+    """Return the text of each output."""
     return ["".join(output["text"] if "text" in output else output["data"]["text/plain"]) for output in outputs]
 
 
 def store(path: Path) -> None:
-    """Executes a notebook and writes its outputs into it."""
+    """Execute a notebook and write its outputs into it."""
     outputs = iter(execute(path))
     notebook = json.loads(path.read_text(encoding="utf-8"))
     for cell in notebook["cells"]:

@@ -1,4 +1,4 @@
-"""Every softmax of a model's own eager pass, against what attnlens captures."""
+"""Compare the attention that attnlens captures with the softmaxes of a model's own eager pass."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def softmaxes(model, inputs):
-    """Every softmax of three or more axes in the model's pass under transformers' eager attention."""
+    """Return every softmax of three or more axes in the model's pass under transformers' eager attention."""
     with torch.no_grad(), hooks.implementation(model, "eager"), _Recorder() as mode:
         try:
             hooks.forward(model, inputs)
@@ -31,7 +31,7 @@ def softmaxes(model, inputs):
 
 
 def difference(model, inputs):
-    """‖P − P_own‖ / ‖P_own‖ at the worst site, P_own the nearest softmax of its shape; None where a site has none."""
+    """Return the largest ‖P − P_own‖ / ‖P_own‖ of a site, with P_own the nearest softmax; None if a site lacks one."""
     own, worst = softmaxes(model, inputs), []
     for reached in hooks.survey(model, inputs):
         ours = reached.call.query_key(reached.site).attention
@@ -43,7 +43,7 @@ def difference(model, inputs):
 
 
 def _alike(one, ours):
-    """The softmax in the shape of ours, without the column of a sink; with windows either side of the heads."""
+    """Yield the softmax in the shape of ours: without a sink's column, and with windows before or after the heads."""
     for matrix in (one, one[..., :-1]):
         if matrix.shape[-2:] == ours.shape[-2:] and matrix.numel() == ours.numel():
             for axis in range(1, max(2, matrix.dim() - 2)):

@@ -1,4 +1,4 @@
-"""Damage that `compare` must name, and unrelated changes that it must not explain, planted in models by name."""
+"""Damage that `compare` must name, and unrelated changes that it must not explain (for diagnosis.py)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ class Parts:
     @property
     def linear(self) -> list[Tensor]:
         """All matrices of the block as (outputs, inputs)."""
-        maps = [module for module in self.block.modules() if type(module).__name__ in ("Conv1D", "FalconLinear")]
         found = [module.weight for module in self.block.modules() if isinstance(module, torch.nn.Linear)]
-        conv = [module.weight.T for module in maps if type(module).__name__ == "Conv1D"]
+        conv = [module.weight.T for module in self.block.modules() if type(module).__name__ == "Conv1D"]
         return [weight.data for weight in (*found, *conv)]
 
     @property
@@ -73,13 +72,12 @@ def _read_fused(block: Any, heads: int) -> Parts:
     """Return the parts of a block whose fused matrix has query, key and value of each head in turn."""
     attention = block.attention if hasattr(block, "attention") else block.self_attention
     fused = attention.query_key_value
-    weights = dict(zip(ROLES, fused.weight.data.unflatten(0, (heads, 3, -1)).unbind(1), strict=False))
-    weights["output"] = attention.dense.weight.data.T.unflatten(0, (heads, -1))
-    biases = (
-        {}
-        if fused.bias is None
-        else dict(zip(ROLES, fused.bias.data.unflatten(0, (heads, 3, -1)).unbind(1), strict=False))
-    )
+
+    def split_roles(part: Tensor) -> dict[str, Tensor]:
+        return dict(zip(ROLES, part.data.unflatten(0, (heads, 3, -1)).unbind(1), strict=False))
+
+    weights = split_roles(fused.weight) | {"output": attention.dense.weight.data.T.unflatten(0, (heads, -1))}
+    biases = {} if fused.bias is None else split_roles(fused.bias)
     return Parts(block, block.input_layernorm, weights, biases)
 
 
@@ -87,14 +85,22 @@ def _read_fused(block: Any, heads: int) -> Parts:
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:
+    """Draw standard normal numbers."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def interleave(size: int) -> Tensor:
+    """Return the order 0, size/2, 1, size/2 + 1, …."""
     return torch.arange(size).view(2, -1).T.flatten()
 
 
+def halves(size: int) -> Tensor:
+    """Return the order that undoes `interleave`: the even numbers, then the odd ones."""
+    return torch.arange(size).view(-1, 2).T.flatten()
+
+
 def shuffle(size: int) -> Tensor:
+    """Return a random order."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(4))
 
 
@@ -137,6 +143,7 @@ def permute_as_queries(layer: Parts) -> None:
 
 
 def exchange(*pairs: tuple[Tensor, Tensor]) -> None:
+    """Exchange the values of the tensors of each pair."""
     for first, second in pairs:
         held = first.clone()
         first.copy_(second)
@@ -144,10 +151,13 @@ def exchange(*pairs: tuple[Tensor, Tensor]) -> None:
 
 
 def exchange_roles(one: str, other: str) -> Callable[[Parts], None]:
+    """Exchange the weights and biases of two roles."""
     return lambda layer: exchange(*zip(layer.both(one), layer.both(other), strict=False))  # Whisper has no key bias
 
 
 def transpose(role: str) -> Callable[[Parts], None]:
+    """Transpose a square matrix."""
+
     def change(layer: Parts) -> None:
         part = layer.weights[role]
         part.copy_(part.flatten(0, 1).T.reshape(part.shape).clone())
@@ -172,6 +182,7 @@ def split(*, flat: bool) -> Callable[[Parts], None]:
 
 
 def average_keys(layer: Parts) -> None:
+    """Replace each head's keys and values by their mean over heads."""
     for part in layer.both("key", "value"):
         part.copy_(part.mean(0, keepdim=True).expand_as(part))
 
@@ -186,6 +197,7 @@ def change_basis(layer: Parts) -> None:
 
 
 def scale(factor: float, *roles: str) -> Callable[[Parts], None]:
+    """Multiply the weights and biases of these roles."""
     return lambda layer: [part.mul_(factor) for part in layer.both(*roles)] and None
 
 
@@ -206,6 +218,7 @@ def offset_of(norm: Any) -> float:
 
 
 def lose_gain(norm: Any) -> None:
+    """Set a norm's gain to 1."""
     norm.weight.fill_(1 - offset_of(norm))
 
 
@@ -224,6 +237,7 @@ def fold(norm: Any, readers: Sequence[tuple[Tensor, Tensor | None]], *, reset: b
 
 
 def attention_readers(layer: Parts, *roles: str) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the matrices and biases of these roles (default: query, key, value)."""
     return [(layer.weights[role], layer.biases.get(role)) for role in roles or ROLES[:3]]
 
 
@@ -237,6 +251,7 @@ def fold_cross(layer: Parts) -> None:
 
 
 def last_norm(model: Any) -> Any:
+    """Return the model's last norm."""
     return [module for module in model.modules() if "Norm" in type(module).__name__][-1]
 
 
@@ -326,6 +341,7 @@ def cast(kind: torch.dtype, scaled: str = "") -> Callable[[Parts], None]:
 
 
 def chain(*changes: Callable[[Parts], object]) -> Callable[[Parts], None]:
+    """Apply several changes in turn."""
     return lambda layer: [change(layer) for change in changes] and None
 
 
@@ -361,10 +377,6 @@ class Damage:
     expected: str
     possible: str = "all"  # a key of POSSIBLE
     whole: bool = False  # True if it is planted in the model instead of a layer
-
-
-def halves(size: int) -> Tensor:
-    return torch.arange(size).view(-1, 2).T.flatten()
 
 
 BFLOAT16, FLOAT16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -476,7 +488,7 @@ DAMAGES: dict[str, Damage] = {
 
 
 def change_rope(**values: float | str) -> Callable[[Any], dict[str, Any]]:
-    """Return settings of RoPE with other values; nothing without RoPE."""
+    """Return settings of RoPE with other values; nothing if the model lacks RoPE."""
 
     def change(config: Any) -> dict[str, Any]:
         known = getattr(config, "rope_parameters", None)
@@ -491,6 +503,7 @@ def change_rope(**values: float | str) -> Callable[[Any], dict[str, Any]]:
 
 
 def change_field(name: str, value: object) -> Callable[[Any], dict[str, Any]]:
+    """Return another value of a setting; nothing if the model lacks the setting."""
     return lambda config: {name: value} if getattr(config, name, None) else {}
 
 
@@ -532,6 +545,7 @@ def in_tensors(
 
 
 def spread(part: Tensor) -> Tensor:
+    """Return the standard deviation of a tensor, at least 1e-3."""
     return part.std(correction=0).clamp(min=1e-3)
 
 
@@ -556,6 +570,7 @@ def add_orthogonal(part: Tensor, noise: Callable[[Tensor], Tensor], size: float)
     return part + (size * matrix.norm() / min(matrix.shape) ** 0.5 * (factor.T if wide else factor)).reshape(part.shape)
 
 
+@torch.enable_grad()
 def train(model: Any, generator: torch.Generator) -> None:
     """Take ten steps of AdamW on random tokens."""
     text = model.config.get_text_config()
@@ -595,31 +610,22 @@ def disturb_and_quantise(model: Any, generator: torch.Generator) -> None:
         quantise(4)(layer)
 
 
-UNRELATED: dict[str, tuple[Change, str, bool]] = {
-    "noise": (in_tensors(lambda part, noise, size: part + size * spread(part) * noise(part)), "", False),
-    "noise in some tensors": (
-        in_tensors(lambda part, noise, size: part + size * spread(part) * noise(part), 0.3),
-        "",
-        False,
-    ),
-    "relative noise": (in_tensors(lambda part, noise, size: part * (1 + size * noise(part))), "", False),
-    "steps of one size": (
-        in_tensors(lambda part, noise, size: part + size * spread(part) * noise(part).sign()),
-        "",
-        False,
-    ),
-    "training": (train, "", False),
-    "training from bfloat16": (train, "", True),
-    "codebook of 8 values": (in_tensors(cluster, 0.5, 2), "", False),
-    "pruning": (in_tensors(lambda part, noise, size: part * (noise(part) > -0.5 - 2 * size**0.2), least=2), "", False),
-    "update of full rank": (in_tensors(add_orthogonal, least=2), "", False),
-    "noise in one head": (disturb_head, "", False),
-    "noise, then 4 bits": (disturb_and_quantise, "quantised to 4 bits", False),
-    "another seed": (
-        in_tensors(lambda part, noise, size: part.mean() + spread(part) * noise(part), least=2),
-        "",
-        False,
-    ),
+UNRELATED: dict[str, Change] = {
+    "noise": in_tensors(lambda part, noise, size: part + size * spread(part) * noise(part)),
+    "noise in some tensors": in_tensors(lambda part, noise, size: part + size * spread(part) * noise(part), 0.3),
+    "relative noise": in_tensors(lambda part, noise, size: part * (1 + size * noise(part))),
+    "steps of one size": in_tensors(lambda part, noise, size: part + size * spread(part) * noise(part).sign()),
+    "training": train,
+    "training from bfloat16": train,
+    "codebook of 8 values": in_tensors(cluster, 0.5, 2),
+    "pruning": in_tensors(lambda part, noise, size: part * (noise(part) > -0.5 - 2 * size**0.2), least=2),
+    "update of full rank": in_tensors(add_orthogonal, least=2),
+    "noise in one head": disturb_head,
+    "noise, then 4 bits": disturb_and_quantise,
+    "another seed": in_tensors(lambda part, noise, size: part.mean() + spread(part) * noise(part), least=2),
 }
-"""Change of a model that no hypothesis describes, the hypothesis that is true all the same, and whether the weights are
-rounded to bfloat16 first."""
+"""Changes of a model that no hypothesis describes."""
+ALLOWED = {"noise, then 4 bits": "quantised to 4 bits"}
+"""Unrelated change → the hypothesis that is true all the same."""
+FROM_BFLOAT16 = {"training from bfloat16"}
+"""Unrelated changes of models whose weights are rounded to bfloat16 first."""

@@ -1,4 +1,4 @@
-"""Built-in tasks for tests of training; theory says of each what a model without positions or features can reach."""
+"""Tasks for tests of training; for each, theory limits a model that lacks positions or features."""
 
 import math
 
@@ -10,8 +10,8 @@ from attnlens.lab.study.examples import HELD_OUT, Cases, StudyTask
 def before(tokens: int = 10, fillers: int = 4) -> StudyTask:
     """Classify whether token 0 stands before token 1 among fillers.
 
-    A classifier without positions gives all orders of a bag one answer (Tsai et al. 2019, Proposition 1), and the bag
-    tells nothing of the class: its accuracy is 1/2. The first and the last token are always fillers.
+    A classifier without positions gives all orders of the same tokens one answer (Tsai et al. 2019, Proposition 1), and
+    the tokens are independent of the class: its accuracy is 1/2. The first and the last token are always fillers.
     """
 
     def draw(count, draws):
@@ -40,7 +40,7 @@ def only_majority() -> list[StudyTask]:
 
 
 def drawn(name: str, draw, counts: tuple[int, int], *, vocabulary: int = 0, channels: int = 0) -> StudyTask:
-    """Build a task of so many training and held-out cases, drawn with fixed seeds."""
+    """Build a task with these numbers of training and held-out cases, drawn with fixed seeds."""
     cases = {}
     for part, seed in {"training": 10**9 + 21, **HELD_OUT}.items():
         rows, labels = draw(counts[part != "training"], torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""Plants W_Q = ±W_K in a model's own parameters and reads weights.definiteness, which must be ±1."""
+"""Plant W_Q = ±W_K in a model's parameters and read weights.definiteness, which must be ±1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAIRS = (
     *(("q_proj", "k_proj"), ("query", "key"), ("q_lin", "k_lin"), ("q", "k"), ("query_proj", "key_proj")),
     *(("q_linear", "k_linear"), ("linear_q", "linear_k"), ("to_q", "to_k"), ("wq", "wk"), ("query_net", "key_net")),
 )
-"""Names of the maps of queries and keys in modules that have one for each."""
+"""Names of the query and key maps in modules with separate maps."""
 NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("q_ln", "k_ln"), ("query_layernorm", "key_layernorm"))
 """Names of the norms of queries and keys."""
 TOLERANCE = 1e-4
@@ -70,7 +70,7 @@ def _plant(model: Any, inputs: Mapping[str, Tensor], site: hooks.SiteCall) -> bo
 
 
 def _of_separate_maps(site: hooks.SiteCall) -> Rows | None:
-    """Return the rows if W_Q and W_K are matrices of their own, with the heads in order."""
+    """Return the rows if W_Q and W_K are separate matrices, with the heads in order."""
     maps = [[getattr(site.module, name, None) for name in pair] for pair in PAIRS]
     both = next((pair for pair in maps if all(isinstance(part, nn.Linear) for part in pair)), None)
     if both is None:
@@ -83,7 +83,7 @@ def _of_separate_maps(site: hooks.SiteCall) -> Rows | None:
 
 
 def _of_one_map(model: Any, inputs: Mapping[str, Tensor], site: hooks.SiteCall) -> Rows | None:
-    """Return the rows if one matrix makes both: its outputs are numbered, then read as the first query and key."""
+    """Return the rows if one matrix makes both: number its outputs, and read them from the first query and key."""
     for part in site.module.modules():
         conv = type(part).__name__ == "Conv1D"
         if not conv and not isinstance(part, nn.Linear):

@@ -21,21 +21,24 @@ NAMES = {
     "max_image_tiles": ("max_num_tiles",),
     "feature_size": ("num_mel_bins", "input_feat_per_channel"),
 }
-"""A processor's setting → other names of it in a model's config."""
-CLASSES = {"wav2vec2-bert": "SeamlessM4TFeatureExtractor", "glm_ocr": "Glm46VImageProcessorPil"}
-"""Classes named by checkpoints of a type instead of those in transformers' table."""
+"""A processor's setting → its other names in a model's config."""
 ALSO = {"clap": {"truncation": "rand_trunc"}, **{name: {"max_soft_tokens": 70} for name in ("gemma4", "gemma4_vision")}}
-"""Settings in checkpoints of a type that its config lacks."""
+"""Model type → settings of its checkpoints that its config lacks."""
 SMALL, LARGEST = 64, 224
-"""Sides of images: that are cut into patches of any number, and of a model whose config names none."""
+"""Sides of images: if they are cut into any number of patches, and if the config names no side."""
 KINDS = {
-    "image_processor": ("image", IMAGE_PROCESSOR_MAPPING_NAMES),
-    "feature_extractor": ("audio", FEATURE_EXTRACTOR_MAPPING_NAMES),
+    "image_processor": ("image", dict(IMAGE_PROCESSOR_MAPPING_NAMES) | {"glm_ocr": "Glm46VImageProcessorPil"}),
+    "feature_extractor": (
+        "audio",
+        dict(FEATURE_EXTRACTOR_MAPPING_NAMES) | {"wav2vec2-bert": "SeamlessM4TFeatureExtractor"},
+    ),
 }
+"""Key in the file → modality, and the class of each type: that in transformers' table or, for two types, that in their
+checkpoints."""
 
 
 def save(model, folder):
-    """Write the settings of the processors of images and sounds that the model runs with, if there are any."""
+    """Write the settings of the image and audio processors with which the model runs, if any."""
     path, working = folder / SETTINGS, {}
     for key, (modality, table) in KINDS.items():
         try:
@@ -53,16 +56,14 @@ def save(model, folder):
 
 
 def class_of(name, table):
-    """The processor of a model type, or of the type whose encoder it is; None without one that needs no torchvision."""
-    kind = "Image" if table is IMAGE_PROCESSOR_MAPPING_NAMES else "Feature"
-    table = dict(table) | {other: class_ for other, class_ in CLASSES.items() if kind in class_}
+    """Return the processor of a model type, or of the type whose part it is; None if all need torchvision."""
     known = [other for other in table if name == other or name.startswith(f"{other}_")]
     entry = table[max(known, key=len)] if known else None
     return getattr(transformers, str(entry.get("pil") if isinstance(entry, dict) else entry), None)
 
 
 def processor_of(class_, model):
-    """That processor with the sizes in the model's config."""
+    """Build this processor with the sizes in the model's config."""
     default = class_().to_dict()
     changed = {name: media.setting(model, *NAMES.get(name, (name,))) for name in default if not name.endswith("_type")}
     side = media.setting(model, "image_size", "crop_size", "input_size", "img_size")

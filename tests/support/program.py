@@ -1,4 +1,4 @@
-"""Runs the finished program, and checks how it refuses."""
+"""Run the program, and check how it refuses."""
 
 import contextlib
 import functools
@@ -17,23 +17,23 @@ import typer.main
 DEMO = Path(__file__).parents[2] / "attnlens" / "models" / "demo"
 SMALL = ("--windows", "4", "--length", "32", "--no-progress")
 built_once = functools.cache(typer.main.get_command)
-"""Typer's commands, which are the same for all command lines."""
+"""Typer's commands, built once for all command lines."""
 
 
 def environment_with(**changed):
-    """The environment without what attnlens and rich would read of it, and offline."""
+    """Return the environment without the variables that attnlens and rich read, and offline."""
     ours = ("ATTNLENS_", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
     env = {name: value for name, value in os.environ.items() if not name.startswith(ours) and name != "CI"}
     return env | {"HF_HUB_OFFLINE": "1"} | changed
 
 
 def attnlens(*words, cwd=None, stdin=None, **environment):
-    """The finished program: returncode, stdout, stderr."""
+    """Run the program in another process; return its returncode, stdout and stderr."""
     return python("-m", "attnlens", *words, cwd=cwd, stdin=stdin, **environment)
 
 
 def invoke(*words, cwd=None, stdin="", **environment):
-    """The program in this process: as `attnlens`, if only arguments, outputs and the exit code matter."""
+    """Run the program in this process, if only arguments, outputs and the exit code matter."""
     from attnlens.cli.entry import exit_code
 
     out, err, text = (io.TextIOWrapper(io.BytesIO(content), "utf-8") for content in (b"", b"", stdin.encode()))
@@ -55,21 +55,20 @@ def invoke(*words, cwd=None, stdin="", **environment):
 
 
 def python(*words, cwd=None, stdin=None, **environment):
-    """A Python of its own, which has imported torch and transformers already where this environment lets it."""
-    env, words = environment_with(**environment), [*map(str, words)]
-    if forkserver.takes(env):
-        return forkserver.run(words, cwd, env, stdin, seconds=300)
-    return captured([sys.executable, *words], cwd, env, stdin)
+    """Run another Python, forked after the imports of torch and transformers if this environment allows it."""
+    env = environment_with(**environment)
+    executable = forkserver.commands() / "python" if forkserver.takes(env) else sys.executable
+    return captured([executable, *map(str, words)], cwd, env, stdin)
 
 
 def captured(command, cwd, env, stdin=None):
-    """A command with its outputs, and this text or nothing on stdin."""
+    """Run a command with this text or nothing on stdin, and capture its outputs."""
     source = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
     return subprocess.run(command, cwd=cwd, env=env, **source, capture_output=True, text=True, timeout=600, check=False)
 
 
 def without_torch(*words, cwd=None):
-    """The same where torch can't be imported, so that it can only answer before the work."""
+    """Run the program where torch can't be imported, so that it can only answer before the work."""
     return python("-c", WITHOUT_TORCH, *words, cwd=cwd)
 
 
@@ -84,11 +83,11 @@ sys.argv[0] = "attnlens"
 from attnlens.cli import main
 main()
 """
-"""Makes of a process that has imported everything one that has not."""
+"""Program that forgets all imports before it runs attnlens."""
 
 
 def in_shell(line, cwd=None, *, afresh=False, **environment):
-    """Lines of bash, in which `attnlens` is the finished program; `afresh` where what it imports is the claim."""
+    """Run lines of bash; with `afresh`, `attnlens` is not forked, for tests of its imports."""
     env = environment_with(**environment)
     folders = [Path(sys.executable).parent] if afresh else [forkserver.commands(), Path(sys.executable).parent]
     env["PATH"] = os.pathsep.join([*map(str, folders), env["PATH"]])
@@ -96,7 +95,7 @@ def in_shell(line, cwd=None, *, afresh=False, **environment):
 
 
 def answers_nothing(stdout, stderr):
-    """True if a failed command's stdout is empty or, after `--json -`, is its error as JSON."""
+    """Return True if a failed command's stdout is empty or, after `--json -`, its error as JSON."""
     if not stdout:
         return True
     error = json.loads(stdout)["error"]
@@ -105,7 +104,7 @@ def answers_nothing(stdout, stderr):
 
 
 def refused(result, *words):
-    """Exit 2, two lines on stderr after «Error:», nothing but an error on stdout, no traceback."""
+    """Check for exit 2, two lines on stderr from «Error:» on, at most the error on stdout, and no traceback."""
     assert result.returncode == 2, result.stderr
     assert answers_nothing(result.stdout, result.stderr)
     assert "Traceback" not in result.stderr

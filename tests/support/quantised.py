@@ -1,6 +1,6 @@
 """Tiny Llamas whose projections are stored as codes, by method of quantisation.
 
-An encoder returns the stored tensors of a weight, by the ends of their names, and the weight that they decode to.
+An encoder returns the stored tensors of a weight, by the suffixes of their names, and the decoded weight.
 """
 
 import json
@@ -14,7 +14,7 @@ HIDDEN, GROUP = 48, 16
 
 
 def float8(weight, scale_name, height=None, width=None):
-    """Encode as float8 with a scale for each block (smaller at the edges), without a height or width one for all."""
+    """Encode as float8 with a scale for each block (smaller at the edges); by default, a block is the whole matrix."""
     height, width = height or weight.shape[0], width or weight.shape[1]
     rows, columns = -(-weight.shape[0] // height), -(-weight.shape[1] // width)
     padded = torch.zeros(rows * height, columns * width)
@@ -90,7 +90,7 @@ def eight_bits(weight):
 
 
 def four_bits(weight):
-    """Encode as nf4 with coded absmax; any table of values serves, since it is stored."""
+    """Encode as nf4 with coded absmax; any table of values will do, because it is stored."""
     values, outer, side = torch.linspace(-1, 1, 16) ** 3, torch.linspace(-1, 1, 256), 12
     blocks = weight.reshape(-1, 32)
     largest = blocks.abs().amax(1)
@@ -138,7 +138,7 @@ VARIANTS = {
     **{f"zeros stored as {zero}": (partial(symmetric, zero=zero), SYMMETRIC) for zero in (7, 8)},
     **{f"blocks of {n}": (partial(BLOCKS, height=n, width=n), {"quant_method": "fp8"}) for n in (64, 128)},
 }
-"""Codes that only some settings describe."""
+"""Methods with unusual settings."""
 
 
 @cache

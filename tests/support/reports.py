@@ -16,8 +16,9 @@ from attnlens.report.report import Report
 
 HIDDEN = "not identified: the model never compares a query with a later key"
 CROSS = "queries and keys live on different domains"
+NOT_FINITE = "the weights are not finite"
 KINDS = ("flat", "exponential", "power")
-"""Categories, of a measure that no analyzer has."""
+"""Categories of `weights.kind`, a measure that no analyzer computes."""
 
 
 def synthetic_report(
@@ -36,15 +37,38 @@ def synthetic_report(
     model: str = "bert-base-uncased",
     architecture: str = "BertForMaskedLM",
 ) -> Report:
-    """A report of layers × heads; the heads in `missing` have no value in any measure of the weights."""
+    """Return a report of layers × heads; the heads in `missing` lack all measures of the weights."""
     random = np.random.default_rng(seed)
     sites: Sequence[Part] = parts or ["encoder"] * layers
-    gone, sizes = set(missing), (head_dim, d_model, curves, sequences)
-    places = list(np.ndindex(layers, heads))
-    made = [_head(random, layer, head, sites, (layer, head) in gone, source, *sizes) for layer, head in places]
-    if measures is not None:
-        chosen = [{name: head.measures[name] for name in measures} for head in made]
-        made = [head.model_copy(update={"measures": some}) for head, some in zip(made, chosen, strict=True)]
+    gone, made = set(missing), []
+    for layer, head in np.ndindex(layers, heads):
+        depth, part = layer / max(1, len(sites) - 1), sites[layer]
+        values: dict[str, Measure] = {}
+        lines: dict[str, list[float]] = {}
+        if source != "tokens":
+            reason = NOT_FINITE if (layer, head) in gone else None
+            values |= _weights(random, depth, part, reason, head_dim, d_model)
+            if reason is None:
+                lines["weights.singular_values"] = _spectrum(random, depth, head_dim)
+        if source != "weights":
+            values |= _tokens(random, depth, sequences, part)
+            sigma = _spectrum(random, 1 - depth, 128)
+            lines["tokens.singular_values"] = (np.cumsum(sigma) / np.sum(sigma)).tolist()
+        if measures is not None:
+            values = {name: values[name] for name in measures}
+        place = {"site": _site(layer), "layer": layer, "head": head, "kv_head": head, "part": part}
+        made.append(Head(**place, measures=values, curves=lines if curves else {}))
+    text = records.Text(name="built-in sample", sha256="0" * 64)
+    read = {} if source == "weights" else {"text": text, "windows": sequences, "length": 128, "pack": True}
+    skipped = [
+        records.Skipped(
+            site=_site(layer),
+            heads=sorted(head for at, head in gone if at == layer),
+            **{"measure": "weights", "reason": NOT_FINITE},
+        )
+        for layer in sorted({layer for layer, _ in gone})
+    ]
+    count = layers * heads
     conventions = records.Conventions(position="absolute", qk_norm=False, bias="excluded")
     facts = {"architecture": architecture, "parameters": 109_514_298, "conventions": conventions}
     libraries = {"python": "3.11.2", "torch": "2.13.0", "transformers": "5.23.0"}
@@ -53,16 +77,16 @@ def synthetic_report(
         tool=records.Tool(version="0.1.0"),
         command="inspect",
         model=records.ModelInfo(id=model, revision="86b5e0934494bd15c9632b12f734a8a67f723594", **facts),
-        settings=_settings(source, sequences),
+        settings=records.Settings(source=source, **read),
         environment=records.Environment(**libraries, platform="Linux x86_64"),
-        coverage=_coverage(layers, heads, gone),
+        coverage=records.Coverage(sites=layers, heads=count, analysed=count - len(gone), skipped=skipped),
         heads=made,
         summary=_summary(made, layers),
     )
 
 
 def planted(values: np.ndarray, name: str = "weights.planted", curve: str = "") -> Report:
-    """A report that holds exactly these values, NaN where a head has none."""
+    """Return a report of these values of one measure; NaN: the head lacks a value."""
     heads = []
     for (layer, head), value in np.ndenumerate(values):
         place = {"site": f"site.{layer}", "layer": layer, "head": head, "kv_head": head, "part": "encoder"}
@@ -72,42 +96,8 @@ def planted(values: np.ndarray, name: str = "weights.planted", curve: str = "") 
     return synthetic_report(*values.shape).model_copy(update={"heads": heads})
 
 
-def _settings(source: str, sequences: int) -> records.Settings:
-    if source == "weights":
-        return records.Settings(source=source)
-    text = records.Text(name="built-in sample", sha256="0" * 64)
-    return records.Settings(source=source, text=text, windows=sequences, length=128, pack=True)
-
-
-def _coverage(layers: int, heads: int, gone: set[tuple[int, int]]) -> records.Coverage:
-    why = {"measure": "weights", "reason": "the weights are not finite"}
-    skipped = [
-        records.Skipped(site=_site(layer), heads=sorted(head for at, head in gone if at == layer), **why)
-        for layer in sorted({layer for layer, _ in gone})
-    ]
-    return records.Coverage(sites=layers, heads=layers * heads, analysed=layers * heads - len(gone), skipped=skipped)
-
-
 def _site(layer: int) -> str:
     return f"bert.encoder.layer.{layer}.attention.self"
-
-
-def _head(random: Any, layer: int, head: int, parts: Sequence[Part], gone: bool, source: str, *sizes: int) -> Head:
-    depth, part = layer / max(1, len(parts) - 1), parts[layer]
-    head_dim, d_model, curves, sequences = sizes
-    measures: dict[str, Measure] = {}
-    lines: dict[str, list[float]] = {}
-    if source in ("weights", "both"):
-        reason = "the weights are not finite" if gone else None
-        measures |= _weights(random, depth, part, reason, head_dim, d_model)
-        if not gone:
-            lines["weights.singular_values"] = _spectrum(random, depth, head_dim)
-    if source in ("tokens", "both"):
-        measures |= _tokens(random, depth, sequences, part)
-        sigma = _spectrum(random, 1 - depth, 128)
-        lines["tokens.singular_values"] = (np.cumsum(sigma) / np.sum(sigma)).tolist()
-    place = {"site": _site(layer), "layer": layer, "head": head, "kv_head": head, "part": part}
-    return Head(**place, measures=measures, curves=lines if curves else {})
 
 
 def _weights(random: Any, depth: float, part: Part, reason: str | None, head_dim: int, d_model: int) -> Any:
@@ -129,10 +119,10 @@ def _weights(random: Any, depth: float, part: Part, reason: str | None, head_dim
         "norm": float(np.exp(1.5 + 0.3 * random.standard_normal() + depth)),
     }
     self_only = {"symmetry", "definiteness", "directionality", "positivity", "inertia_positive", "inertia_negative"}
-    why = {name: reason or (CROSS if part == "cross" and name in self_only else None) for name in values}
+    missing = dict.fromkeys(values if reason else self_only if part == "cross" else (), reason or CROSS)
     return {
-        f"weights.{name}": Measure(value=None, reason=why[name])
-        if why[name]
+        f"weights.{name}": Measure(value=None, reason=missing[name])
+        if name in missing
         else Measure(value=value, label=KINDS[kind] if name == "kind" else None, n=1, null=null.get(name))
         for name, value in values.items()
     }
@@ -165,7 +155,7 @@ def _spectrum(random: Any, depth: float, steps: int) -> list[float]:
 
 
 def _summary(heads: list[Head], layers: int) -> records.Summary:
-    """Two extreme heads, the layers' symmetry, errors and nulls of medians; medians are the tables' own business."""
+    """Return two extreme heads, the symmetry of the layers, and errors and nulls of medians."""
     if not heads or "weights.symmetry" not in heads[0].measures:
         return records.Summary()
     ends = ((heads[0], "weights.symmetry", 0.9, 99, "largest"), (heads[-1], "weights.effective_rank", 2, 1, "smallest"))
@@ -178,10 +168,12 @@ def _summary(heads: list[Head], layers: int) -> records.Summary:
     ]
 
     def errors(heads: list[Head]) -> dict[str, float]:
-        """Of the median: here the largest error of a head over the root of their number."""
-        pairs = sorted((m.se, name) for head in heads for name, m in head.measures.items() if m.se is not None)
-        largest = {name: se / len(heads) ** 0.5 for se, name in pairs}
-        return {name: largest[name] for head in heads for name in head.measures if name in largest}
+        """Return errors of medians: here, the largest error of a head divided by √heads."""
+        largest: dict[str, float] = {}
+        for name, measure in (item for head in heads for item in head.measures.items()):
+            if measure.se is not None:
+                largest[name] = max(largest.get(name, 0), measure.se / len(heads) ** 0.5)
+        return largest
 
     nulls = {
         name: Null(mean=measure.null.mean, sd=measure.null.sd / len(heads) ** 0.5)
@@ -198,17 +190,17 @@ def _summary(heads: list[Head], layers: int) -> records.Summary:
 
 
 TIMES = {"timings", "environment", "peak_memory_bytes", "tokens_per_second", "seconds"}
-"""What two runs of the same inputs, seed and machine may differ in."""
+"""Fields that differ between two runs of the same inputs, seed and machine."""
 
 
 def timeless(value: Any) -> Any:
-    """JSON without what times and memory were."""
+    """Return JSON without times and memory."""
     if isinstance(value, dict):
         return {name: timeless(part) for name, part in value.items() if name not in TIMES}
     return [timeless(part) for part in value] if isinstance(value, list) else value
 
 
 def bytes_of(report: Report | Path | str) -> str:
-    """A report, or the file of one, without what times and memory were."""
+    """Return the JSON text of a report, or of a report's file, without times and memory."""
     content = report.to_json() if isinstance(report, Report) else Path(report).read_text()
     return json.dumps(timeless(json.loads(content)))

@@ -1,4 +1,4 @@
-"""What all tests share: the maths packages watched for wrong shapes, a saved model, and a hub on this machine."""
+"""Fixtures of all tests; the import also turns on the checks of shapes in the maths packages."""
 
 import gc
 import os
@@ -12,10 +12,10 @@ import torch
 import watch
 from threadpoolctl import threadpool_limits
 
-# The tests say themselves when they are offline; huggingface_hub reads this once, when it is first imported.
+# Tests set this themselves if they are offline; huggingface_hub reads it once, at its first import.
 os.environ.pop("HF_HUB_OFFLINE", None)
 
-gc.disable()  # until all is imported, since nearly all that imports create stays
+gc.disable()  # during imports, because nearly all objects that they create stay
 watch.import_rooms()  # before any other import of attnlens
 
 import fake_hub  # noqa: E402
@@ -30,18 +30,18 @@ from attnlens.report.report import Report  # noqa: E402
 # Two BLAS threads on a small matrix mostly wait for each other; the pools of attnlens.maths.linalg set their own.
 torch.set_num_threads(1)
 threadpool_limits(1, user_api="blas")  # numpy's and scipy's, which wait by counting
-gc.freeze()  # what was imported stays: a full collection need not go through it again
+gc.freeze()  # a full collection then skips the imported objects
 gc.enable()
-gc.set_threshold(10_000)  # after 700 new objects, Python's own number, collecting takes a tenth of all tests' time
+gc.set_threshold(10_000)  # with Python's default, 700 new objects, collecting takes a tenth of the tests' time
 
 BUILT_IN = set(sequences.SAMPLE_NAMES.values())
 LARGEST = 5_000
-"""Tokens of a vocabulary that is written out sooner than a text is tokenized."""
+"""Largest vocabulary for which comparing tokenizers is faster than tokenizing a text."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No unit that an earlier run left in the user's cache is taken up, and none is left there."""
+    """Use an empty cache instead of the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user-cache")))
         yield
@@ -49,7 +49,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _tokenized_once() -> Iterator[None]:
-    """The built-in texts, which most tests feed, are tokenized once by all small tokenizers that say the same."""
+    """Tokenize the built-in texts, which most tests use, once for all equal small tokenizers."""
     honest, known = sequences._ids, {}
 
     def ids(tokenizer: Any, content: sequences.Content, text: str, *, special: bool) -> list[int]:
@@ -68,7 +68,7 @@ def _tokenized_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo() -> loading.Loaded:
-    """The demo model, for tests that leave it as it is."""
+    """The demo model, for tests that do not change it."""
     return loading.load("demo")
 
 
@@ -92,19 +92,19 @@ def inspected(demo: loading.Loaded) -> Report:
 
 @pytest.fixture(scope="session")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny GPT-2 with its tokenizer, as save_pretrained writes it; for tests that only read it."""
+    """Folder of a tiny GPT-2 with its tokenizer, as save_pretrained writes it; for tests that only read it."""
     return hostile.saved(tmp_path_factory.mktemp("models") / "gpt2")
 
 
 @pytest.fixture
 def without_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the arrangement of a picture's parts, which takes most of the time, where the test is not about it."""
+    """Skip the layout of pictures, which takes most of their time, for tests of other claims."""
     monkeypatch.setattr("attnlens.report.pictures.charts.ConstrainedLayoutEngine.execute", lambda engine, figure: None)
 
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
-    """A copy of `original` that a test may spoil."""
+    """A copy of `original` that a test can change."""
     return Path(shutil.copytree(original, tmp_path / "gpt2"))
 
 

@@ -23,7 +23,7 @@ Sweep = Literal["heads", "layers"] | list[Effect] | None
 
 
 def outcome(delta: float | None, *, headless: bool = False, noise: bool = False) -> dict[str, Any]:
-    """The fields of an Outcome whose loss rises by that much; None: it diverged."""
+    """Return the fields of an Outcome whose loss rises by `delta`; None: it diverged."""
     if delta is None:
         return {"diverged": True, "reasons": dict.fromkeys((*PREDICTING, *STATES), DIVERGED)}
     size = abs(delta)
@@ -55,7 +55,7 @@ def swapped(
     seed: int = 0,
     **changes: Any,
 ) -> Swap:
-    """One kernel's swap; `deltas` are those of the stages swapped, fitted, healed, as many as there are."""
+    """Return the swap of one kernel; `deltas` are those of its first stages (swapped, fitted, healed)."""
     random = np.random.default_rng(seed)
     of = list(parts or ["decoder"] * layers)
     outcomes = [outcome(delta, headless=headless, noise=noise) for delta in deltas]
@@ -82,7 +82,7 @@ def swapped(
 
 
 def controls(deltas: Sequence[float | None] = (0.05, 5.5, 3.9)) -> list[records.Control]:
-    """A sink-window, hard and uniform, which cost so much; and a sink-window that there is none of."""
+    """Return the controls sink-window, hard and uniform with these deltas."""
     roles = [("same size", "sink-window:4,64", 8704.0), ("one key", "hard", 16384.0), ("floor", "uniform", 65.0)]
     return [
         records.Control(role=role, kernel=kernel, state=state, agreement=agreed([64, 10, 64, 12]), **outcome(delta))
@@ -90,16 +90,16 @@ def controls(deltas: Sequence[float | None] = (0.05, 5.5, 3.9)) -> list[records.
     ]
 
 
-def agreed(until: list[int], tokens: int = 64) -> records.Agreement:
-    """Prompts whose continuations differ after so many tokens."""
+def agreed(until: list[int]) -> records.Agreement:
+    """Return the agreement of prompts whose continuations differ after these numbers of tokens."""
     low, middle, high = (sorted(until)[(len(until) - 1) * part // 4] for part in (1, 2, 3))
-    facts: dict[str, Any] = {"prompts": len(until), "source": "windows", "prompt_tokens": 64, "tokens": tokens}
-    never = sum(one == tokens for one in until)
+    facts: dict[str, Any] = {"prompts": len(until), "source": "windows", "prompt_tokens": 64, "tokens": 64}
+    never = until.count(64)
     return records.Agreement(**facts, until=until, median=middle, quartiles=(low, high), never=never)
 
 
 def healing(steps: int = 1000, **changes: Any) -> Healing:
-    """A healing from 3.5 nats towards 2.5, stopped where it no longer got better."""
+    """Return a healing from 3.5 to about 2.5 nats, whose best step is 700."""
     curve = [
         HealingStep(
             step=step,
@@ -114,7 +114,7 @@ def healing(steps: int = 1000, **changes: Any) -> Healing:
 
 
 def planned(layers: int = 4, heads: int = 8, healing: Healing | None = None, **changes: Any) -> Report:
-    """A swap by a plan of ranks in 64 directions: promised +0.21 %, measured +0.87 %, budget 1 %, all numbers fewer."""
+    """Return a swap by a plan of ranks: promised +0.21 %, measured +0.87 %, budget 1 %, smaller costs."""
     report = swap_report(swapped(layers, heads, kernel="rank", deltas=(0.02,), healing=healing))
     ranks = [
         records.KeyRank(
@@ -137,13 +137,13 @@ def planned(layers: int = 4, heads: int = 8, healing: Healing | None = None, **c
 
 
 def with_plan(report: Report, plan: Plan | None) -> Report:
-    """The report of a swap with this plan."""
+    """Return the report of a swap with this plan."""
     assert report.swap is not None
     return report.model_copy(update={"swap": report.swap.model_copy(update={"plan": plan})})
 
 
 def effects(random: np.random.Generator, parts: Sequence[Part], heads: int, what: str) -> list[Effect]:
-    """Few units that matter much and many that hardly do, the most harmful first."""
+    """Return effects of few harmful and many harmless units, the most harmful first."""
     units = []
     for layer, part in enumerate(parts):
         for head in range(heads) if what == "heads" else [None]:
@@ -156,7 +156,7 @@ def effects(random: np.random.Generator, parts: Sequence[Part], heads: int, what
 
 
 def swap_report(*swaps: Swap, **settings: Any) -> Report:
-    """The report that holds these swaps, or one of `swapped`."""
+    """Return the report of these swaps (default: one of `swapped`)."""
     every = swaps or (swapped(),)
     count, heads = len(every[0].sites), sum(len(site.heads) for site in every[0].sites)
     base = synthetic_report(1, 1, source="tokens", model="HuggingFaceTB/SmolLM2-135M", architecture="LlamaForCausalLM")
@@ -167,13 +167,13 @@ def swap_report(*swaps: Swap, **settings: Any) -> Report:
 
 
 def with_swaps(report: Report, *swaps: Swap) -> Report:
-    """The report with these swaps and its plan, if it has one."""
+    """Return the report with these swaps; its plan, if any, stays."""
     fields = dict(swaps[0]) | {"others": list(swaps[1:]), "plan": report.plan}
     return report.model_copy(update={"swap": records.SwapBody(**fields)})
 
 
 def several(layers: int = 4, heads: int = 8, sweep: Sweep = None) -> Report:
-    """Four kernels, each also tied; linear diverges where it is tied."""
+    """Return the report of four kernels, each also tied; the tied linear kernel diverges."""
     deltas = {"exponential": 0.0, "symmetric": 1.9, "rbf:gamma=0.5": 3.28, "rbf:gamma=0.5+symmetric": 2.9}
     deltas |= {"polynomial:degree=2,offset=0": 6.4, "polynomial:degree=2,offset=0+symmetric": 6.1}
     deltas |= {"linear": 7.7, "linear+symmetric": None}

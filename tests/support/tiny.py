@@ -1,4 +1,4 @@
-"""Tokenizers for tiny models, one of each kind of wrapping, made of single letters."""
+"""Tokenizers of single letters for tiny models, one for each kind of wrapping."""
 
 import transformers as tf
 from tokenizers.pre_tokenizers import ByteLevel
@@ -16,7 +16,7 @@ def _scored(special):
 
 
 def tokenizer(name):
-    """Wrappings: bert [CLS] … [SEP], roberta <s> … </s>, albert [CLS] … [SEP], t5 … </s>, llama <s> …, gpt2 none."""
+    """Build a tokenizer: bert and albert [CLS] … [SEP], roberta <s> … </s>, t5 … </s>, llama <s> …, gpt2 plain."""
     if name == "bert":
         return tf.BertTokenizer(vocab=_numbered(PIECES))
     if name == "albert":
@@ -33,6 +33,6 @@ def tokenizer(name):
 
 
 def gpt2(**changes):
-    """A GPT-2 of two layers that knows all the tokens of its tokenizer."""
+    """Build a GPT-2 of two layers with the vocabulary of its tokenizer."""
     sizes = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 257}
     return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes | {"bos_token_id": 0, "eos_token_id": 0} | changes)).eval()

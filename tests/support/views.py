@@ -1,4 +1,4 @@
-"""A report as each of the program's forms, from its record alone."""
+"""A report as the program shows it, from its record, and checks of pages and pictures."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from attnlens.report.shapes import Shapes
 
 
 def printed(document: Document, width: int = 100) -> str:
-    """What a terminal of that width shows, without colours."""
+    """Return what a terminal of that width shows, without colours."""
     console = Console(width=width, file=io.StringIO(), highlight=False)
     console.print(terminal.document(document))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def alone(*sections: Section) -> Document:
-    """Sections without a head."""
+    """Return a document of these sections without a head."""
     return Document(None, sections)
 
 
 def absent(text: str, *parts: str) -> list[str]:
-    """The parts that the text lacks."""
+    """Return the parts that the text lacks."""
     return [part for part in parts if part not in text]
 
 
-def screen(report: Report, width: int = 100) -> str:
-    """What a command prints by default."""
-    return printed(export.summary(report), width)
+def screen(report: Report) -> str:
+    """Return what a command prints by default."""
+    return printed(export.summary(report))
 
 
 def summary(report: Report, width: int = 100, *, verbose: bool = False) -> str:
-    """What a command prints with --table, except the table of every head."""
+    """Return what a command prints with --table, without the table of all heads."""
     shown = export.summary(report, verbose=verbose)
     tables = build_sections(Shapes(report), "terminal")
     return printed(replace(shown, sections=[*shown.sections, *tables]), width)
@@ -77,7 +77,7 @@ markdown, csv, page = (export.WRITERS[name] for name in ("markdown", "csv", "htm
 
 
 class Tags(HTMLParser):
-    """Every tag of a page with its attributes, the text between tags, and what its scripts hold."""
+    """All tags of a page with their attributes, the text between tags, and the contents of its scripts."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Tags(HTMLParser):
 
 
 def runs_its_own_script_alone(page: str) -> bool:
-    """Whether the page holds no script but data and the one that its policy names by hash."""
+    """Return True if the page's only scripts are data and the one whose hash its policy contains."""
     parsed = Tags(page)
     policy = next(attributes["content"] or "" for _, attributes in parsed.tags if attributes.get("http-equiv"))
     running = [text for attributes, text in parsed.scripts if attributes.get("type") != "application/json"]
@@ -112,12 +112,12 @@ def runs_its_own_script_alone(page: str) -> bool:
 
 
 def draw_panel(shapes: Shapes, stem: str) -> Figure:
-    """Draw the picture of that stem as its own file."""
+    """Draw the picture of that stem as for its own file."""
     return panel_figure(shapes.report, next(panel for panel in head_panels(shapes) if panel.stem == stem))
 
 
 def save_pictures(report: Report, target: Path) -> list[Path]:
-    """Draw the report as `--figure` does; the files written."""
+    """Draw the report as `--figure` does; return the files."""
     drawings = export.drawings(report, target)
     if not is_file(target):
         make_folder(target)
@@ -127,7 +127,7 @@ def save_pictures(report: Report, target: Path) -> list[Path]:
 
 
 def draw(function: Callable[..., object], *arguments: object) -> Figure:
-    """A small figure on whose axes the function drew."""
+    """Return a small figure with axes on which the function drew."""
     with house_style():
         figure = new_figure(5, 4)
         function(figure.add_subplot(), *arguments)
@@ -136,7 +136,7 @@ def draw(function: Callable[..., object], *arguments: object) -> Figure:
 
 
 def check_layout(figure: Figure) -> None:
-    """No two texts overlap; the control is two that do."""
+    """Check that no two texts overlap; two that do are the control."""
     settle(figure)
     assert overlapping(figure) == []
     for name in ("over", "under"):
@@ -146,7 +146,7 @@ def check_layout(figure: Figure) -> None:
 
 
 def settle(figure: Figure) -> None:
-    """Lay the figure out, and forget the ticks that it does not draw."""
+    """Lay the figure out, and remove or hide the ticks that it does not draw."""
     figure.draw_without_rendering()
     for place in (place for axes in figure.axes for place in (axes, *axes.child_axes)):
         for axis in (place.xaxis, place.yaxis):
@@ -157,9 +157,9 @@ def settle(figure: Figure) -> None:
 
 
 def overlapping(figure: Figure) -> list[tuple[str, str]]:
-    """Texts whose boxes share more than a hair, and texts that leave the page."""
+    """Return pairs of texts whose boxes overlap by more than 2 × 4 pixels, and texts that leave the page."""
     texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
-    boxes = [(text.get_text(), text.get_window_extent()) for text in texts if in_view(text)]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
     pairs = [
         (name, other)
         for number, (name, box) in enumerate(boxes)
@@ -169,15 +169,3 @@ def overlapping(figure: Figure) -> list[tuple[str, str]]:
     ]
     outside = [(name, "the page") for name, box in boxes if box.x0 < 0 or box.x1 > figure.bbox.width]
     return pairs + outside
-
-
-def in_view(text: Text) -> bool:
-    """Whether it is drawn: ticks beyond an axis' ends are not."""
-    axes = text.axes
-    axis_of = () if axes is None else (axes.xaxis, axes.yaxis)
-    if text not in [label for axis in axis_of for label in axis.get_ticklabels("both")]:
-        return True
-    box = text.get_window_extent()
-    middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
-    place = axes.get_window_extent()
-    return place.x0 - 1 <= middle[0] <= place.x1 + 1 or place.y0 - 1 <= middle[1] <= place.y1 + 1

@@ -1,4 +1,4 @@
-"""Checks the shapes and types of every call in the maths packages by their annotations, while tests run."""
+"""Check the shapes and types of every call in the maths packages by their annotations, while tests run."""
 
 import sys
 import typing
@@ -23,31 +23,31 @@ from attnlens.records.tensors import Rotation
 
 FILES = ("lowrank", "pair_weights", "primal", "products", "registry", "spec", "spelling")
 FILES += ("attention.routes", "attention.rows", "attention.sums")
-"""Without `attention.scores`, since FlexAttention counts the parameters of its functions, which checks hide, and
-`attention.primal_heads`, whose warnings name the line of their caller."""
+"""Modules of kernels/ that are checked: all except `attention.scores`, because FlexAttention counts the parameters of
+its functions, which checks hide, and `attention.primal_heads`, whose warnings name the line of their caller."""
 ROOMS = ("analyzers", *(f"kernels.{file}" for file in FILES), "maths")
 OTHERS = ("beartype.door", "numpy.typing", "scipy.optimize", "scipy.sparse.csgraph", "scipy.sparse.linalg")
-"""Imported before TYPE_CHECKING is switched on, which these libraries must not see."""
+"""Libraries that are imported before TYPE_CHECKING is switched on, because it breaks them."""
 NOUNS = (Rotation, attnlens.records.QueryKey, attnlens.records.Call)
-"""Arguments of these packages besides tensors."""
+"""Dataclasses of other packages that these packages take as arguments."""
 NAMES = {"Bool": Bool, "Float": Float, "Int": Int, "Rotation": Rotation, "Tensor": torch.Tensor, "nn": torch.nn}
 """Names in annotations that are imported for type checkers only."""
 PLAIN = {bool, float, int, type(None)}
-"""Classes of which a check depends on nothing but the class."""
+"""Classes whose check depends on the class only."""
 
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
-"""As in mypy, an int passes as a float."""
+"""Check types; as in mypy, an int passes as a float."""
 seen: set[tuple] = set()
-"""Calls that were checked: functions with the shapes and types of their arguments. Checking each call again, as in
-every step of a solver's loop, would double the time of the tests."""
+"""Calls that were checked: functions with the shapes and types of their arguments. Checking equal calls again, as in a
+solver's loop, would double the time of the tests."""
 _known: dict[int, tuple[ref[object], int]] = {}
 """Frozen dataclasses by id, each with the number of its contents."""
 _numbers: dict[object, int] = {}
-"""Contents → their number, equal for equal contents and faster to hash."""
+"""Contents → a number, which is faster to hash."""
 
 
 def once(*, typechecker: Callable) -> Callable:
-    """Replace `jaxtyped`, by which the import hook decorates: a call like an earlier one is not checked."""
+    """Replace `jaxtyped`, the decorator of the import hook, so that a call like an earlier one is not checked."""
 
     def decorated(function: Callable) -> Callable:
         if not isinstance(function, type):
@@ -83,7 +83,7 @@ def _kind(value: object) -> object:
 
 @cache
 def _reader(kind: type) -> Callable[[Any], object]:
-    """Return how the arguments of a class are read."""
+    """Return the function that reads arguments of a class."""
     if issubclass(kind, torch.Tensor | numpy.ndarray):
         return lambda value: (value.shape, value.dtype)
     if issubclass(kind, str | type):
@@ -109,7 +109,7 @@ def _reader(kind: type) -> Callable[[Any], object]:
 
 
 def import_rooms() -> None:
-    """Import the packages with every function and dataclass checked; nothing else may have imported them before."""
+    """Import the packages with every function and dataclass checked; they must not have been imported before."""
     for name in OTHERS:
         import_module(name)
     for name in attnlens.records._HOMES:
@@ -131,7 +131,7 @@ def import_rooms() -> None:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Switch the checks off, as in a user's program: for what attnlens itself says of wrong input."""
+    """Switch the checks off, for tests of attnlens' own messages on wrong input."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Units that other processes compute: they succeed, fail, or end their process, depending on their names."""
+"""Units for other processes: they succeed, fail, or end their process, depending on their names."""
 
 from __future__ import annotations
 
