@@ -266,8 +266,12 @@ def instances() -> dict[str, tuple[attsvm.Problem, dict[str, float]]]:
     problems = {}
     # prompt d: 3 inputs of 7 tokens near (1, 0), (−1, 1) and (−½, −½), with score 1 or ½; the first token is chosen
     for name, instance in json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8")).items():
-        tokens, queries = (torch.tensor(instance[part], dtype=torch.float64) for part in ("X", "Z"))
-        problems[name] = (attsvm.selection(tokens, queries, torch.tensor(instance["chosen"])), instance["known"])
+        tokens, chosen = torch.tensor(instance["X"], dtype=torch.float64), torch.tensor(instance["chosen"])
+        if "Z" in instance:  # queries; without them, the instance is a prompt
+            problem = attsvm.selection(tokens, torch.tensor(instance["Z"], dtype=torch.float64), chosen)
+        else:
+            problem = attsvm.prompt(tokens, chosen)
+        problems[name] = problem, instance["known"]
     for seed, (frobenius, nuclear) in LOCAL.items():
         draws = draw(6, 8, 10, 1, seed)
         problem = attsvm.selection(draws.instances.tokens[0], draws.instances.queries[0], draws.best[0])
