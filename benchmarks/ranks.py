@@ -23,7 +23,8 @@ import subjects
 import torch
 
 from attnlens.kernels import Kernel, parsed
-from attnlens.lab.ranks.bases import Basis, form_name, list_forms, weight_by_output
+from attnlens.kernels.lowrank import OUTPUT
+from attnlens.lab.ranks.bases import Basis, form_name, list_forms, with_parameters
 from attnlens.lab.ranks.search import BudgetSearch, Losses, Sample, Trial, measure_losses, rise_of, split_by_text
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
@@ -103,7 +104,7 @@ class Subject:
         """Fit the directions of every selected peer and form of ours to the calibration windows."""
         reads = rank_peers.read_sites(self.loaded, self.sites, self.fed)
         self.forms = list_forms(self.loaded, self.search.swaps)
-        self.forms += [weight_by_output(form) for form in self.forms]
+        self.forms += [with_parameters(form, metric=OUTPUT) for form in self.forms]
         self.forms = [form for form in self.forms if not names or name_form(form) in names]
         self.read = self.search.fit(self.forms, split_by_text(self.fed, self.fitting))
         peers = {
@@ -124,8 +125,8 @@ class Subject:
             rises[name_form(form)] = math.inf if tried.rise is None else tried.rise.share
             return rises[name_form(form)]
 
-        plain = [form for form in self.forms if form != weight_by_output(form)]
-        best = weight_by_output(min(plain or self.forms, key=rise))
+        plain = [form for form in self.forms if form.parameters["metric"] != OUTPUT]
+        best = with_parameters(min(plain or self.forms, key=rise), metric=OUTPUT)
         if plain and best in self.forms:
             rise(best)
         return min(rises, key=rises.__getitem__)
