@@ -24,7 +24,7 @@ import torch
 
 from attnlens.kernels import Kernel, parsed
 from attnlens.kernels.lowrank import OUTPUT
-from attnlens.lab.ranks.bases import Basis, form_name, list_forms, with_parameters
+from attnlens.lab.ranks.bases import Basis, fit_forms, form_name, list_forms, with_parameters
 from attnlens.lab.ranks.search import BudgetSearch, Losses, Sample, Trial, measure_losses, rise_of, split_by_text
 from attnlens.maths.statistics import Design
 from attnlens.models import hooks, loading, texts
@@ -106,7 +106,7 @@ class Subject:
         self.forms = list_forms(self.loaded, self.search.swaps)
         self.forms += [with_parameters(form, metric=OUTPUT) for form in self.forms]
         self.forms = [form for form in self.forms if not names or name_form(form) in names]
-        self.read = self.search.fit(self.forms, split_by_text(self.fed, self.fitting))
+        self.read = fit_forms(self.search, self.forms, split_by_text(self.fed, self.fitting), self.search.progress)
         peers = {
             name: {site: rank_peers.build_basis(peer, read) for site, read in reads.items()}
             for name, peer in rank_peers.PEERS.items()
@@ -121,8 +121,9 @@ class Subject:
         rises: dict[str, float] = {}
 
         def rise(form: Kernel) -> float:
-            tried = self.search._try_form(self.read, form, trial)
-            rises[name_form(form)] = math.inf if tried.rise is None else tried.rise.share
+            self.search.use_form(self.read, form)
+            tried = trial.rise([size // 2 for size in self.search.full_ranks])
+            rises[name_form(form)] = math.inf if tried is None else tried.share
             return rises[name_form(form)]
 
         plain = [form for form in self.forms if form.parameters["metric"] != OUTPUT]
