@@ -206,6 +206,9 @@ def test_the_null_has_the_head_s_mean_and_covariance_and_selective_heads_need_mo
     assert local["features.rank"] > local["features.rank_by_chance"] > 1
     assert even["features.rank"] == even["features.rank_by_chance"] == 1
     assert even["features.taylor_order"] == 0
+    far = query_key(turn, turn + 3, "tokens", scale=1.0, allowed=causal)  # a part of the scores is equal for all keys
+    order, centred = (extra.count_features(far)[f"features.{name}"] for name in ("taylor_order", "centred_order"))
+    assert centred == linalg.taylor_order(far, extra.ERROR, extra.LARGEST, centred=True) < order
 
 
 def test_inspect_measures_every_head_with_errors_or_a_reason():

@@ -6,6 +6,7 @@ import os
 import pty
 import stat
 import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,7 +14,7 @@ import forkserver
 import pytest
 import typer
 import views
-from program import attnlens, environment_with, in_shell, invoke, python, refused, without_torch
+from program import environment_with, in_shell, invoke, python, refused, without_torch
 from reports import synthetic_report
 from swap_reports import swap_report
 
@@ -303,7 +304,8 @@ def test_a_message_does_not_steer_the_terminal(capsys):
 
 
 def test_a_stream_that_shows_only_ascii_still_shows_the_rest():
-    result = attnlens("explain", "rbf", PYTHONIOENCODING="ascii")
+    words = [sys.executable, "-m", "attnlens", "explain", "rbf"]  # the test server's streams are always UTF-8
+    result = subprocess.run(words, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
     assert (result.returncode, "?" in result.stdout) == (0, True), result.stderr
 
 

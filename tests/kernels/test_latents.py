@@ -12,7 +12,7 @@ from loaded import BARE, apart, family, grouped, outputs, sites_of
 
 import attnlens
 from attnlens.errors import ModelError, UsageError
-from attnlens.kernels import OWN, parsed
+from attnlens.kernels import OWN, pair_weights, parsed
 from attnlens.kernels.attention import attend, route
 from attnlens.kernels.lowrank import MapsFit, directions
 from attnlens.kernels.pair_weights import output_weighted
@@ -122,6 +122,14 @@ def test_sdpa_and_row_tiles_compute_the_scores_of_the_latents():
     scores = call.query @ kernel.fitted["query_map"] @ latent.mT * call.scale
     attention = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf).softmax(-1)
     assert apart([(attention @ call.value).transpose(1, 2)], [attend(call, kernel)]) < 1e-9
+
+
+def test_sampled_rows_are_evenly_spaced_and_include_the_last_query(monkeypatch):
+    monkeypatch.setattr(pair_weights, "MOST_ROWS", 4)
+    call = drawn(tokens=9)
+    query, seen = pair_weights.sample_rows(call)
+    torch.testing.assert_close(query, call.query[..., [2, 5, 8], :].double(), rtol=0, atol=0)
+    assert torch.equal(seen, pair_weights.pairs_seen(call, slice(None))[..., [2, 5, 8], :])
 
 
 def test_the_output_metric_is_the_effect_of_a_logit_on_the_output():

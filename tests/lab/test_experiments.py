@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from experiment_words import assert_in_words
 from attnlens.errors import UsageError
 from attnlens.lab.experiments import EXPERIMENTS, golden
 from attnlens.lab.experiments.tokens import NAMES, draw, draw_starts, grid, instances
-from attnlens.lab.experiments.weights import corpus
+from attnlens.lab.experiments.weights import _compare_directions, corpus
 from attnlens.maths import attsvm
 from attnlens.records.studies import Experiment
 from attnlens.report.sections.experiments import format_label, setting
@@ -142,6 +143,18 @@ def test_a_filter_that_nothing_passes_leaves_figures_out_with_a_reason():
     assert "filter" in result.reasons["svm_equivalent_d4"]
     assert result.settings["accepted_d4"] == 0
     assert setting(result, "accepted_d4") == "accepted, d = 4: 0"
+
+
+def test_a_sum_of_the_finite_part_and_a_multiple_of_the_svm_has_that_direction():
+    drawn = draw(3, 4, 6, 1, 0)
+    tokens, queries = drawn.instances.tokens[0], drawn.instances.queries[0]
+    kept = torch.tensor([[0.7, 0.3, 1e-9, 1e-9], [0.4, 0.6, 1e-9, 1e-9], [0.2, 0.8, 1e-9, 1e-9]], dtype=torch.float64)
+    several = attsvm.solve(attsvm.selection_sets(tokens, queries, kept > 0.1)).W
+    W = attsvm.solve(attsvm.finite_part(tokens, queries, kept, kept > 0.1)).W + 2 * several
+    descent = SimpleNamespace(W=W[None, None], log_weights=kept.log()[None], chosen=kept.argmax(-1)[None, None])
+    both, several_alone, _ = _compare_directions(drawn.instances, descent, 0)
+    assert both == pytest.approx(0, abs=1e-9)
+    assert several_alone > 1e-3
 
 
 @pytest.mark.parametrize("iterations", [400, pytest.param(2000, marks=pytest.mark.full)])

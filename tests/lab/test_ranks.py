@@ -458,6 +458,10 @@ def test_maps_fitted_without_a_text_do_not_depend_on_it(demo, monkeypatch):
     assert not torch.equal(without, whole), "the control"
     setup.use_form(fits, form)
     ranks = [2] * len(setup.full_ranks)
+    stored: dict[str, torch.Tensor] = {}
+    kept = replace(setup, keep=lambda name, make: stored.setdefault(name, make()))
+    risen = [search.Trial.of(each, part).rise([size] * len(ranks)) for each in (setup, kept) for size in (1, 2)]
+    assert risen[:2] == risen[2:], "losses are stored under the ranks and maps they belong to"
     rise, ranks = search.Trial.of(setup, part).rise(ranks), setup.split_by_site(ranks)
     for name, own in fed_of.items():
         plain = Design.plain(batches.parts.count(name))

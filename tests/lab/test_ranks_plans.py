@@ -141,6 +141,8 @@ def test_other_weights_of_the_same_shape_are_noted(demo, plan):
     tuned, notes = applied(other, {"id": "tuned", "files": []})
     assert notes == ["The ranks are those of a plan for demo, with different weights."]
     assert tuned.model.id == "tuned"
+    changed_file = plan.model.files[0].model_copy(update={"sha256": "0" * 64})
+    assert applied(demo.model, {"files": [changed_file]})[1] == notes
     assert tuned.measured != plan.measured
     assert "the same weights" in applied(demo.model, {"id": "moved"})[1][0]
     assert not applied(demo.model, {})[1]

@@ -126,6 +126,7 @@ def test_a_units_outcome_is_stored_under_all_that_decides_it(tmp_path):
     assert not store.inside(name).folder.exists(), "the state of a finished run is not needed"
     for other in (replace(unit, form=SUM), replace(unit, seed=1), replace(unit, scale=replace(SMALL, batch=8))):
         assert other.name(hash_task(task)) != name
+    assert unit.name("other data") != name
     assert replace(unit, scale=replace(SMALL, rates=(1.0,))).name(hash_task(task)) == name
 
 

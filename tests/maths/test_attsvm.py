@@ -347,6 +347,7 @@ def test_scaled_margins_scale_the_solution_and_ranks_are_at_most_samples_and_dim
     matrix = torch.diag(torch.tensor([2.0, 3e-5, 1e-5], dtype=torch.float64))
     shares = ((), (1e-4,), (1e-6,))
     assert [attsvm.nuclear_rank(matrix, *share) for share in shares] == [2, 1, 3]
+    assert attsvm.nuclear_rank(1e-7 * matrix) == 2, "relative to the largest singular value"
     assert attsvm.nuclear_rank(torch.zeros(3, 2).double()) == 0
 
 

@@ -214,6 +214,8 @@ def test_students_interval_and_p_values_beyond_the_draws():
     student, tail = (torch.from_numpy(stats.ttest_1samp(each.numpy(), 0, axis=1).pvalue) for each in (effects, near))
     assert (p >= student * (1 - 1e-9)).all(), "never below Student's tail"
     assert (p < 1 / DRAWS).all(), "so that a head among many thousands can be named"
+    even = float(statistics.p_values(1e-9 * random(1, 32, seed=6) + 1e-12, Design.plain(32), torch.ones(32)))
+    assert any(abs(even * (1 + count) - round(even * (1 + count))) < 1e-6 for count in range(500, 5000, 500))
     assert float((counted / tail).log().abs().median()) < 1, "where draws and tail meet they are alike"
 
 
