@@ -77,7 +77,7 @@ def read_stream(file: BinaryIO, name: str, error: type[AttnlensError], remedy: s
 
 
 def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> dict[str, Any]:
-    """Read a JSON object from an untrusted file. Raise `error` otherwise, with `remedy` except for byte order marks."""
+    """Read a JSON object from an untrusted file. Raise `error` with a remedy if it is not one."""
     content = read_bytes(path, error, remedy)
     if content.startswith(BOM_UTF8):  # transformers can't parse such a file
         raise error(f"{path} begins with a byte order mark.", "Save the file as UTF-8 without a byte order mark.")

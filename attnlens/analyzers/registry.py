@@ -74,7 +74,7 @@ class MeasureInfo:
 
     @property
     def caution(self) -> str:
-        """Caveat for a measure that attention does not determine in every head; empty for other measures."""
+        """Caveat for a measure that is not identified in all heads; empty for other measures."""
         if self.identified == "all pairs":
             return "Identified for heads that see all pairs; others have no value."
         return "" if self.identified == "everywhere" else NOT_IDENTIFIED

@@ -198,7 +198,9 @@ MODEL = argument(
 WINDOWS_CSV = output("--windows-csv", "Write the values of each window as CSV: one row per window, kernel and stage.")
 TABLE = option("--table", bool, "Print all tables in addition to the findings.", panel=OUTPUT)
 STRICT = option(
-    "--strict", bool, "Exit with code 3 if anything requested was left out, or if stored tensors are unused."
+    "--strict",
+    bool,
+    "Exit with code 3 if anything requested was left out, or if the model does not use all stored tensors.",
 )
 MARKDOWN = output("--markdown", "Write the summary as Markdown.")
 DEBUG = option("--debug", bool, "Show the traceback of an error.", panel=OUTPUT)

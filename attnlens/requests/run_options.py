@@ -60,7 +60,9 @@ def _shard_of_job() -> str:
         place, remainder = divmod(numbers["ID"] - first, step)
         last = first + step * (numbers["COUNT"] - 1)
         if remainder or numbers.get("MAX", last) != last:
-            raise UsageError("shard=auto requires an array of evenly spaced tasks, e.g. 0-9 or 0-8:2.", SAY_SHARD)
+            raise UsageError(
+                "shard=auto requires a Slurm job array with evenly spaced task ids, e.g. 0-9 or 0-8:2.", SAY_SHARD
+            )
         return _shard("shard", f"{place + 1}/{numbers['COUNT']}")
     rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     if rank.isdecimal() and count.isdecimal():

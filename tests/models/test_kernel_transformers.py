@@ -9,7 +9,7 @@ import torch
 
 import attnlens
 from attnlens.lab.study import tables, tasks, units
-from attnlens.models.kernel_transformers import AttentionForm, KernelAttention, KernelTransformerConfig
+from attnlens.models.kernel_transformers import AttentionForm, Classifier, KernelAttention, KernelTransformerConfig
 
 WIDTH, HEADS, TOKENS = 8, 2, 5
 POSITIONS = ("none", "sum", "table", "product", "symmetric product")
@@ -123,3 +123,12 @@ def test_a_saved_model_is_inspected_with_its_own_kernel_unless_it_can_be_negativ
         assert report.summary.identity_error < 1e-5
         assert all(head.measures["tokens.entropy"].value is not None for head in report.heads)
         assert ("weights" in str(report.coverage.skipped)) == (name != "exponential"), name
+
+
+def test_a_classifier_averages_features_without_padding():
+    torch.manual_seed(0)
+    config = KernelTransformerConfig(hidden_size=WIDTH, num_attention_heads=HEADS, vocab_size=10, classes=3)
+    model, ids = Classifier(config, AttentionForm()).double().eval(), torch.randint(10, (2, TOKENS))
+    mask = torch.arange(TOKENS).expand(2, -1) < 3
+    torch.testing.assert_close(model(ids, mask), model(ids[:, :3]))
+    assert not torch.allclose(model(ids), model(ids[:, :3])), "the control"

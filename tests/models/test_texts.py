@@ -19,7 +19,7 @@ import transformers
 import attnlens
 from attnlens.errors import TextError, UsageError
 from attnlens.models import texts
-from attnlens.models.texts import Content, sequences
+from attnlens.models.texts import Content, sequences, targets
 
 WRAPS = {"bert": (1, 1), "roberta": (1, 1), "albert": (1, 1), "t5": (0, 1), "llama": (1, 0), "gpt2": (0, 0)}
 """Number of special tokens before and after a text, by tokenizer."""
@@ -317,6 +317,16 @@ def test_pixels_are_noise_that_depends_on_seed_and_number_alone():
     model.model(**batches.batches[0].inputs)
     half = loaded("vit", model=families.build("vit").bfloat16())
     assert cut(half, "", sequences=2).batches[0].inputs["pixel_values"].dtype == torch.bfloat16
+
+
+def test_special_tokens_are_never_masked_even_if_a_line_has_no_others():
+    model = support.family("bert")
+    special = torch.tensor(model.tokenizer.all_special_ids)[None]
+    inputs, wanted = targets._mask_tokens(model, {"input_ids": special}, torch.Generator().manual_seed(0))
+    assert torch.equal(inputs["input_ids"], special)
+    assert bool((wanted == targets.NOTHING).all())
+    (chosen,) = targets._mask_tokens(model, {"input_ids": special.max() + special + 1}, torch.Generator())[1]
+    assert bool((chosen != targets.NOTHING).any()), "the control"
 
 
 def test_whispers_decoder_reads_the_text_as_it_is_beside_noise():

@@ -43,6 +43,7 @@ def _grouped(weight, bits=4, index=None):
     high = torch.stack([group.max(1).values for group in groups], 1).clamp(min=1e-3)
     scale = ((high - low) / (2**bits - 1)).half().float()
     zeros = (-low / scale).round().clamp(1, 2**bits - 1)
+    zeros[0, 0] = 0  # GPTQ, which stores zeros less 1, wraps it to 2^bits − 1
     codes = (weight / scale[:, index] + zeros[:, index]).round().clamp(0, 2**bits - 1)
     return codes, zeros, scale, (codes - zeros[:, index]) * scale[:, index]
 
@@ -50,7 +51,11 @@ def _grouped(weight, bits=4, index=None):
 def gptq(weight, bits=4):
     index = torch.arange(weight.shape[1]).flip(0) // GROUP  # as act-order leaves it
     codes, zeros, scale, plain = _grouped(weight, bits, index)
-    tensors = {".qweight": packed(codes, bits).T, ".qzeros": packed(zeros.T - 1, bits), ".scales": scale.T.half()}
+    tensors = {
+        ".qweight": packed(codes, bits).T,
+        ".qzeros": packed((zeros.T - 1) % 2**bits, bits),
+        ".scales": scale.T.half(),
+    }
     return tensors | {".g_idx": index.int()}, plain
 
 

@@ -42,7 +42,7 @@ RECOMPUTED = {*requests.Loading.model_fields, "device_map", "text", "pairs", "im
 SUBJECT = opt.argument("subject", "A report written by --json, or a model to inspect first.", str, "REPORT|MODEL")
 MODEL = opt.argument("model", "With --recompute: the model from which the report was computed.", metavar="MODEL")
 JUNIT = opt.output("--junit", "Write a JUnit XML file with one test case per rule.")
-CSV = opt.output("--csv", "Write a CSV file: one row per head that breaks a rule, and one per rule without such heads.")
+CSV = opt.output("--csv", "Write a CSV file: one row per head that breaks a rule; any other rule has one row.")
 
 
 @opt.with_options(

@@ -57,7 +57,7 @@ SECOND = opt.argument("second", f"The second model: {NAMES}. --adapter applies t
 
 @opt.with_options(FIRST | SECOND | opt.STRICT, opt.parameters(CompareRequest), opt.OUTPUT_OPTIONS)
 def compare(context: typer.Context) -> None:
-    """Find the heads that differ between two models, with standard errors, p-values and a false-discovery rate."""
+    """Find the heads that differ between two models, at a controlled false-discovery rate, and the cause."""
     params = context.params
     request = opt.build(CompareRequest, params)
     check_reading(request)
@@ -79,7 +79,7 @@ STRICT = opt.option("--strict", bool, "Exit with code 3 if anything requested wa
     opt.MODEL | JUNIT | STRICT, opt.parameters(DoctorRequest, without=UNUSED), opt.TABLE | opt.REPORT_OPTIONS
 )
 def doctor(context: typer.Context) -> None:
-    """Verify that attnlens reads a model's attention exactly, that the model's attention backends agree, and that its
+    """Verify that attnlens reads a model's attention correctly, that the model's attention backends agree, and that its
     masks are correct. Exit 2 if anything is wrong or nothing could be verified; with --strict, exit 3 if a part was not
     checked."""
     params = context.params

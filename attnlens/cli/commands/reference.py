@@ -43,7 +43,7 @@ SAVED = opt.argument("saved", "A report written by --json.", str, "REPORT")
 
 @opt.with_options(WHAT | opt.PRINTED_MARKDOWN | opt.DEBUG)
 def list_(context: typer.Context) -> None:
-    """List kernels, analyzers, measures or the support for each model type, or print the JSON Schema of reports."""
+    """List kernels, analyzers, measures or model types and their support, or print the JSON Schema of reports."""
     what = context.params["what"]
     kind = None if what is None else checked_name("list", what, LISTED)
     if kind == "schema":

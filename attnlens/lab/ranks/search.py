@@ -223,7 +223,7 @@ class BudgetSearch(SwapSetup):
         """Choose the plan with the smallest ranks among the tried nested plans that stay within the budget.
 
         The rise on `choosing` must lie below the budget by `margin` half-widths of its interval, and the rise on each
-        single text must be within the budget. `promising` is used only for the promised rise. If there are several
+        single text must be within the budget. `promising` is held-out text for the estimate. If there are several
         texts, the rise on each text is measured with maps fitted to the other texts, so that the promise covers texts
         not used for fitting.
         """

@@ -19,8 +19,8 @@ or that the problem is infeasible, unless its status is `inaccurate`. Importers:
 >>> solution.status, bool(solution.gap < 1e-9), bool((problem.scores(solution.W) > 1 - 1e-6).all())
 ('optimal', True, True)
 
-If no W separates the tokens, for example because a selected token has a copy, the soft margin measures how nearly a W
-can separate them; C is the price of a constraint's slack.
+If no W separates the tokens, for example because a selected token occurs twice, the soft margin measures how nearly a W
+can separate them; C is the penalty per unit of slack.
 
 >>> copied = tokens.clone()
 >>> copied[4] = copied[1]

@@ -258,7 +258,7 @@ def _check(instances: Instances, parts: Parts, iterations: int, lr: float, loss:
         raise UsageError("K or Q is 0: the gradient of the other factor is then 0.", "Pass nonzero K and Q.")
     if normaliser == "form" and iterations > most_iterations(lr):
         raise UsageError(
-            f"K and Q could grow beyond float64 in {iterations} iterations with lr={lr}.",
+            f"K and Q could overflow float64 within {iterations} iterations with lr={lr}.",
             f'Pass normaliser="own", or at most {most_iterations(lr)} iterations.',
         )
 

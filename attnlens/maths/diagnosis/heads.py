@@ -66,9 +66,9 @@ def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]
 def _by_head(layer: Layer, name: str, orders: Mapping[str, Sequence[int]]) -> Iterator[Tensor]:
     """Yield a part with its heads in the order of its role; yield nothing for a weight or bias whose role has no order.
 
-    A gain whose role has no order is yielded in every role's order, and so is a part without a role, unless it is
-    `headless`. Parts other than weights and biases are reordered along each axis whose length fits the coordinates of
-    all heads or, except for gains, the heads.
+    A gain whose role has no order, and a part without a role, are yielded once per role, unless the part is `headless`.
+    Parts other than weights and biases are reordered along each axis whose length is heads × head size or, except for
+    gains, the number of heads.
     """
     role, _, kind = name.partition(".")
     part = layer.parts[name]
@@ -152,7 +152,7 @@ def propose_head_order(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def _moved_heads(order: Sequence[int], groups: Sequence[int], role: str) -> set[int]:
-    """Return the query heads that use a moved head of this role."""
+    """Return the query heads whose head of this role has another position in the second model."""
     moved = {place for place, head in enumerate(order) if place != head}
     if role in ("query", "output"):
         return moved

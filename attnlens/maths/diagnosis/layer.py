@@ -253,7 +253,7 @@ def key_heads_of(layer: Layer) -> list[int]:
 
 
 def name_heads(heads: Collection[int], layer: Layer) -> tuple[int, ...]:
-    """Return these query heads in ascending order; empty for all heads of the layer."""
+    """Return `heads` in ascending order, or () if they are all query heads of the layer."""
     return () if len(heads) == len(layer.weight("query")) else tuple(sorted(heads))
 
 

@@ -416,7 +416,7 @@ def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "he
 
 
 def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, rows: Tensor) -> Match | None:
-    """Match each column to the row with the most similar products; keep the columns that fit up to a factor.
+    """Match each column to the row with the most similar direction; keep the columns that equal it up to a factor.
 
     Return None if the first column is not a multiple of its row's products.
     """

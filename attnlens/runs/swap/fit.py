@@ -96,7 +96,7 @@ class Search:
         self.divergence = self.divergence + torch.stack(divergences)
 
     def at(self, share: Tensor) -> dict[str, Tensor]:
-        """Interpolate between typed (0) and fitted (1) parameters; `share` is a scalar or has one entry per head."""
+        """Interpolate between the user's parameters (`share` 0) and the fitted ones (1); `share` can differ by head."""
         return {
             name: self.typed[name] + share.reshape(-1, *[1] * (part.dim() - 1)).to(part) * (part - self.typed[name])
             for name, part in self.fitted.items()
