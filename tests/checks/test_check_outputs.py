@@ -51,6 +51,8 @@ def test_annotations_are_the_worst_ten_with_places_from_the_workspace_on(tmp_pat
     assert all(line.startswith(place) for line in lines)
     assert "layer 3 head 9" in lines[0]
     assert "layer 0 head 0" in lines[1]
+    renamed = report.model_copy(update={"checks": [report.checks[0].model_copy(update={"subject": "a, b: c"})]})
+    assert ",title=attnlens a%2C b%3A c::" in workflow_commands(renamed)[0]
     assert workflow_commands(report_of({"weights.planted": "max < 9"})) == []
     monkeypatch.chdir(tmp_path)
     assert uri("a b/ü#?.toml") == "a%20b/%C3%BC%23%3F.toml"

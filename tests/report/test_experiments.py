@@ -2,6 +2,7 @@
 
 import re
 from html import unescape
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from experiment_reports import (
 from views import absent, check_layout, draw, flowing
 
 from attnlens.records import Curve, Experiment
+from attnlens.records.studies import StudyPair
 from attnlens.report import export
 from attnlens.report.findings import find, next_commands
 from attnlens.report.pictures import experiments as pictures
@@ -27,8 +29,8 @@ from attnlens.report.pictures.charts import panel_figure
 from attnlens.report.pictures.experiments import experiment_overview, experiment_panels
 from attnlens.report.pictures.style import house_style
 from attnlens.report.render import terminal
+from attnlens.report.sections import comparisons, facts
 from attnlens.report.sections import experiments as sections
-from attnlens.report.sections import facts
 from attnlens.report.shapes import Shapes
 
 NOTHING = {"published": None, "tolerance": None, "bounds": {}}
@@ -387,3 +389,13 @@ def test_curves_of_one_quantity_or_picture_share_their_axes():
         lines = panel_axes(made).lines
         assert [line.get_label() for line in lines] == ["a b", "norm: from M"]
         assert [line.get_linestyle() for line in lines if line.get_linestyle() != "-"] == dashed
+
+
+@pytest.mark.parametrize(("measure", "better", "worse"), [("loss", "b", "a"), ("BLEU", "a", "b")])
+def test_a_pair_in_the_wrong_order_names_the_better_cell(measure, better, worse):
+    names = {"task": "t", "measure": measure}
+    order = SimpleNamespace(**names, agree=0, disagree=1, undecided=0, tau=-1.0, low=-1.0, high=0.5)
+    pair = StudyPair(**names, first="a", second="b", difference=0.5, p=0.01, p_holm=0.01, agrees=False)
+    study = SimpleNamespace(orderings=[order], pairs=[pair], source="a paper")
+    sentences = list(comparisons._agreement(study, SimpleNamespace(name="t", published="Table 1")))
+    assert sentences[-1].startswith(f"Not as published: {better} better than {worse} (p ")
