@@ -478,6 +478,7 @@ def test_both_spaces_are_measured_where_logits_are_bilinear_in_inputs_and_report
 def test_the_demo_differs_from_its_null_and_a_head_of_nan_or_an_interruption_spoils_no_other_head(monkeypatch):
     demo = attnlens.load("demo")
     report = attnlens.inspect(demo, analyzers="selection", layers=[2], heads=[0, 1], length=40, windows=6)
+    assert report.settings.select == "argmax"
     for head in report.heads:
         assert head.measures["selection.svm_cosine"].z > 2
         assert head.measures["selection.efficiency"].value > head.measures["selection.efficiency"].null.mean

@@ -345,6 +345,7 @@ def test_one_path_is_one_text_and_one_name_one_analyzer(demo, tmp_path):
     expected = inspect(text=[str(path)], analyzers=["spectrum"])
     for text in (path, str(path), [path]):
         report = inspect(text=text, analyzers="spectrum")
+        assert report.settings.select is None, "nothing is selected without the analyzer `selection`"
         assert (report.heads, report.settings) == (expected.heads, expected.settings)
     assert "weights.effective_rank" in expected.measure_names()
     assert "weights.symmetry" not in expected.measure_names()
