@@ -8,8 +8,8 @@
 `converge_checkpoints`, `reproduce` and `doctor` return a `Report`; `check` checks a report against rules. `read_report`
 reads a report from its file, and `read_plan` reads a plan of ranks. `load` loads a model once for several calls, and
 `load_swapped` loads a model saved with another kernel. `Lens` wraps a model and offers these analyses as methods.
-`capture` and `replaced` work on a model that is already in memory. With `analyzer`, `kernel`, `MeasureInfo` and
-`KernelParameter`, you define your own measures and kernels.
+For a model in memory, `capture` returns the queries and keys, and `replaced` replaces the kernel temporarily.
+With `analyzer`, `kernel`, `MeasureInfo` and `KernelParameter`, you define your own measures and kernels.
 
 The packages `analyzers`, `kernels`, `lab`, `maths` and `records` are imported at first use, as in
 `attnlens.maths.ksvd.dual`. Type checkers and editors read the types of all names from `__init__.pyi`.

@@ -22,17 +22,17 @@ from attnlens.files import OPEN_FILES
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MOST = 10_000  # Maximum number of layers, heads, names or texts in one argument; iterables can be infinite
+MOST = 10_000  # Maximum number of layers, heads, names or texts in one argument (an iterable can be infinite)
 MODEL_FILES = (".gguf", ".safetensors")  # File name extensions of models
 LARGEST = 2**63 - 1  # Largest integer accepted as an argument
 
 DATASETS = "datasets:"  # Prefix of the name of a text that consists of rows of a dataset
 SAY_DATASETS = f"Write {DATASETS}OWNER/NAME,config=C,split=S,column=T; config, split and column are optional."
 
-RENAMED = {"tokens": "length", "sequences": "windows", "png": "figure", "all_heads": "table"}  # New names by old name
+RENAMED = {"tokens": "length", "sequences": "windows", "png": "figure", "all_heads": "table"}  # Old name → new name
 OTHER_NAMES = RENAMED | {"gaussian": "rbf", "gauss": "rbf", "softmax": "exponential", "local": "window"}
 """Unknown name → name to suggest: new names of options, and kernels that other tools name differently."""
-_ONE_AT_A_TIME = RLock()  # Calls replace the model's attention; torch allows one level of forward AD
+_ONE_AT_A_TIME = RLock()  # Calls must not overlap: they replace the model's attention, and torch can't nest forward AD
 
 
 def checked_name(what: str, name: str, known: Iterable[str]) -> str:
@@ -54,7 +54,7 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a public function: invalid arguments raise UsageError; a lock serialises calls from several threads."""
+    """Wrap a public function: check its arguments, and run one call at a time, with torch's default settings."""
     expected = signature(function)
     request = getattr(function, "options", ())
     names = [name for name, parameter in expected.parameters.items() if parameter.kind is not Parameter.VAR_KEYWORD]
@@ -81,7 +81,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def _plain_torch() -> Iterator[None]:
-    """Use torch's default device, dtype and modes inside the block, so that results do not depend on the caller's."""
+    """Use torch's default device, dtype and modes inside the block, whatever the caller has set."""
     torch = sys.modules.get("torch")
     if torch is None:  # torch is not imported yet, so the caller changed no setting
         yield
@@ -90,7 +90,7 @@ def _plain_torch() -> Iterator[None]:
         stack.enter_context(torch.inference_mode(mode=False))
         for kind in ("cpu", "cuda", "mps"):
             stack.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device().type != "cpu":  # this context slows down every torch call
+        if torch.get_default_device().type != "cpu":  # only then, because this context slows down every torch call
             stack.enter_context(torch.device("cpu"))
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
@@ -108,7 +108,7 @@ def word(what: str, value: object) -> str:
 
 
 def path(what: str, value: object) -> str:
-    """Return a string or path object as a string. Raise UsageError for another type, a blank string or NULs."""
+    """Return a string or path object as a string. Raise UsageError for other types, blank strings and NULs."""
     try:
         return word(what, os.fspath(value) if isinstance(value, os.PathLike) else value)
     except TypeError:  # its __fspath__ returns neither str nor bytes
@@ -116,7 +116,7 @@ def path(what: str, value: object) -> str:
 
 
 def names_report(name: str) -> bool:
-    """Return True if `name` ends in .json, is the path of an open file, or names a file without a model's extension."""
+    """Return True if `name` means a report: a `.json` path, an open file (`/dev/stdin`), or any file but a model."""
     is_file = os.path.isfile(name) and not name.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
     return is_file or name.endswith(".json") or name.startswith(OPEN_FILES)
 
@@ -201,7 +201,7 @@ class DatasetRows(NamedTuple):
 
 
 def dataset_rows(words: str) -> DatasetRows | None:
-    """Parse `datasets:NAME[,config=C][,split=S][,column=T]`; None without this prefix. Raise UsageError if invalid."""
+    """Parse a name that begins with `datasets:`; return None for other names. Raise UsageError for invalid options."""
     if not words.startswith(DATASETS):
         return None
     name, *options = words.removeprefix(DATASETS).split(",")
@@ -221,7 +221,7 @@ def several(what: str, values: Iterable[object]) -> list[object]:
 
 
 def format_argument(value: object) -> str:
-    """Format a value for a message, as in Python code, on one line of at most 60 characters."""
+    """Format a value for a message as its `repr`, on one line of at most 60 characters."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to format very large integers
     try:

@@ -1,26 +1,26 @@
-"""Allowed values of options, each defined once. Imports no module of attnlens, so that every module can use it."""
+"""Allowed values of options. This module imports no other module of attnlens, so that all of them can import it."""
 
 from typing import Literal, get_args
 
 Kind = Literal["inspection", "swap", "comparison", "doctor", "experiments", "studies"]
 KINDS: tuple[Kind, ...] = get_args(Kind)  # Kinds of reports; the field named after the kind contains the report's body
-Sources = Literal["weights", "tokens", "both"]  # What a run analyses: weights, tokens of a text, or both
+Sources = Literal["weights", "tokens", "both"]  # Subject of an analysis: weights, tokens of a text, or both
 Placement = Literal["spread", "first", "random"]  # Windows: evenly spaced, at the beginning, or random
 Intervals = Literal["windows", "texts"]  # Population that intervals describe: windows of these texts, or similar texts
 Part = Literal["encoder", "decoder", "cross", "vision", "audio", "text"]
 """Part of a model that an attention computation belongs to; several encoders are distinguished by their input."""
 PARTS: tuple[Part, ...] = get_args(Part)  # Order of parts, which keeps the layers of one part together
-Sweep = Literal["heads", "layers"]  # What a sweep swaps one at a time: heads or layers
+Sweep = Literal["heads", "layers"]  # Units that a sweep swaps one at a time
 Unit = Literal["loss", "ppl"]  # Quantity that a budget limits: the loss in nats, or its exponential, the perplexity
 Route = Literal["auto", "eager", "fused"]  # Implementation of attention: the fastest exact one, row tiles, or fused
-Convention = Literal["paper", "code"]  # KSVD objective: of Chen et al. 2023 (sums), or of their code (means, squared Λ)
+Convention = Literal["paper", "code"]  # KSVD objective: as in Chen et al. 2023 (sums), or their code (means, squared Λ)
 Engine = Literal["local", "ray"]  # Where units are computed: processes on this machine, or nodes of a Ray cluster
 Space = Literal["input", "projected"]  # Space in which a selection problem is posed
 WHERE_POSED: dict[Space, str] = {"input": "on the module's inputs", "projected": "on queries and keys"}
 """Space of a selection problem → the space in words. Queries and keys are those after rotation (RoPE)."""
 ETA = 0.1  # Weight η of the KSVD regulariser in the paper's code for language modelling (0.01 for Long Range Arena)
 WINDOWS, LENGTH = 32, 128  # Defaults: number of windows, and tokens per window (fewer if the model allows fewer)
-KERNEL, BUDGETED = "rbf", "rank"  # Default kernel of a swap, and the kernel whose ranks a budget chooses
+KERNEL, BUDGETED = "rbf", "rank"  # Default kernel of a swap, and the kernel that `ranks` uses
 SHOWN = "selection"  # Analyzer that --show prints for a head; a series of checkpoints also runs this analyzer
 ATTENTION = "attention"  # Value of --show that draws the attention of many heads on one sequence
 ControlRole = Literal["same size", "one key", "floor", "filter alone", "without filter", "far part, healed"]
@@ -30,7 +30,7 @@ caches (64 if unbounded); `one key`: attend to the key with the largest score; `
 apply a hybrid's trained far part to all keys."""
 HealingUnit = Literal["steps", "tokens", "seconds"]  # Unit in which the length of training is given
 HealingGoal = Literal["teacher", "text"]  # Training target: the original model's predictions, or the text's tokens
-HealingStage = Literal["transfer", "whole"]  # Stage of training: each site on the original's inputs, or the whole model
+HealingStage = Literal["transfer", "whole"]  # Train each site on the original model's inputs, or the whole model
 BACKENDS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """transformers' attention implementations that `doctor` compares."""
 MASKS = ("causal", "bidirectional", "padding-left", "padding-right", "packed", "window", "prefix", "cache")

@@ -1,17 +1,17 @@
-"""Errors that attnlens raises: one hierarchy of classes, whose errors have a problem and a remedy."""
+"""Errors that attnlens raises; each states a problem and a remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-REFUSALS = (  # Phrases in messages of allocators, the operating system, its loader and Python when memory runs out
+REFUSALS = (  # Phrases by which error messages report that memory ran out
     *("not enough memory", "allocate memory", "out of memory", "failed to map segment", "new thread"),
     "error return without exception set",
 )
 
 
 class AttnlensError(Exception):
-    """A problem and its remedy, one line each; the command line exits with code 2."""
+    """Error with a problem and a remedy, one line each; commands that raise it exit with code 2."""
 
     code = "usage"
     """Stable name of the kind of error, in the JSON that `--json -` writes on failure."""
@@ -22,7 +22,7 @@ class AttnlensError(Exception):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle without calling the constructor, whose parameters differ from `args`."""
+        """Make errors picklable, although the constructor's parameters differ from `args`."""
         return AttnlensError.__new__, (type(self), *self.args), self.__dict__
 
 
@@ -55,7 +55,7 @@ class OutputError(AttnlensError):
 
 
 class IdentityError(AttnlensError):
-    """Recomputed attention that differs from the model's, or a faulty kernel or backend: no number can be trusted."""
+    """A failed verification: recomputed attention differs from the model's, or a kernel or backend is faulty."""
 
     code = "identity"
 
@@ -71,12 +71,12 @@ class NotBilinearError(UnreadableError):
 
 
 class UnposedError(AttnlensError):
-    """An Att-SVM problem without constraints, which determines no direction; callers report a missing value."""
+    """An Att-SVM problem without constraints, whose solution is zero."""
 
     code = "unposed"
 
 
-class ShardFinished(Exception):  # noqa: N818  # it ends a run as requested
+class ShardFinished(Exception):  # noqa: N818  # not an error: the run ends as requested
     """Signal that a shard is finished; the same call without `shard` computes the other units and writes the report."""
 
     def __init__(self, finished: int, total: int, remaining: Sequence[str], failed: Mapping[str, str]) -> None:
@@ -96,7 +96,8 @@ FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Ar
 
 
 def is_memory(error: BaseException) -> bool:
-    """Return True if the error means that memory ran out; torch's CPU allocator raises a plain RuntimeError."""
+    """Return True if the error means that memory ran out."""
+    # torch's CPU allocator raises a plain RuntimeError
     message = str(error).lower() if isinstance(error, RuntimeError | OSError | ImportError | SystemError) else ""
     return isinstance(error, MemoryError) or any(words in message for words in REFUSALS)
 

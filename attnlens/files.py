@@ -21,15 +21,15 @@ from attnlens.errors import AttnlensError, OutputError, UsageError
 LARGEST = 2**28  # Largest file that is read as a whole, in bytes; the largest tokenizer files are a tenth of this size
 PART = 2**20  # Bytes read per step, so that a file above the limit does not fill memory
 DEEPEST = 100  # Maximum nesting of JSON: configs have five levels, and parsers fail near 300
-WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)  # Opens named pipes without blocking; 0 on Windows, which has none
+WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)  # Open named pipes without blocking; 0 on Windows, which lacks it
 format_value = reprlib.repr  # Format a value from a file for a message; shortens long values
-OPEN_FILES = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # Files that are already open, such as a shell's `<(…)`
+OPEN_FILES = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # Paths of open files, such as a shell's `<(…)`
 
 
 def read_bytes(path: str | Path, error: type[AttnlensError], remedy: str, *, most: int = LARGEST) -> bytes:
     """Read a regular file of at most `most` bytes, or a pipe that the shell has opened for this process.
 
-    Raise `error` with `remedy` for anything else: larger files, folders, and devices or named pipes, which may not end.
+    Raise `error` with `remedy` for larger files, folders, and devices or named pipes, which may never end.
     """
     name = shorten_text(str(path))
     try:
@@ -53,7 +53,7 @@ def refuse_other_kinds(status: os.stat_result, name: str, error: type[AttnlensEr
 
 
 def check_readable(path: Path, name: str, error: type[AttnlensError], remedy: str) -> None:
-    """Raise `error` unless `path` is a readable regular file or is already open; a missing file has its own remedy."""
+    """Raise `error` unless `path` is a readable regular file or an open file."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -77,7 +77,7 @@ def read_stream(file: BinaryIO, name: str, error: type[AttnlensError], remedy: s
 
 
 def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> dict[str, Any]:
-    """Read a JSON object from an untrusted file. Raise `error` with a remedy if it is not one."""
+    """Read a JSON object from an untrusted file. Raise `error` if the file can't be read or contains anything else."""
     content = read_bytes(path, error, remedy)
     if content.startswith(BOM_UTF8):  # transformers can't parse such a file
         raise error(f"{path} begins with a byte order mark.", "Save the file as UTF-8 without a byte order mark.")
@@ -97,7 +97,7 @@ def read_object(path: str | Path, error: type[AttnlensError], remedy: str) -> di
 
 
 def read_toml(path: Path, tables: Iterable[Sequence[str]], remedy: str) -> dict[str, object]:
-    """Return the first of `tables` that is not empty in an untrusted TOML file, or {}. Raise UsageError if invalid."""
+    """Return the first non-empty table of `tables` in an untrusted TOML file, or {}. Raise UsageError if invalid."""
     import tomllib
 
     try:
@@ -132,7 +132,7 @@ def with_home(path: str) -> Path:
 
 
 def shorten_text(text: str) -> str:
-    """Format a text on one line of at most 300 characters; omit the middle of a longer text."""
+    """Format a text on one line; shorten more than 300 characters by omitting the middle."""
     line = " ".join(text.splitlines())
     return line if len(line) <= 300 else f"{line[:150]}…{line[-149:]}"
 
@@ -192,7 +192,7 @@ def caption_file(picture: Path) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` by way of a temporary file in the same folder, so that no partial file is left.
+    """Write `content` to a temporary file and rename the file to `path`, so that no partial file is left.
 
     A symbolic link is followed and kept. An existing file keeps its mode; the umask determines the mode of a new file.
     A device, a pipe, or this process's stdout or stderr is written to directly.
@@ -209,7 +209,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary = target.with_name(f".attnlens.{secrets.token_hex(8)}")
         try:
             with temporary.open("xb") as file:
-                if status is not None:  # first, because the content may be private
+                if status is not None:  # before writing, because the content may be private
                     temporary.chmod(stat.S_IMODE(status.st_mode))
                 file.write(content)
             temporary.replace(target)
@@ -224,7 +224,7 @@ def _is_stream(status: os.stat_result) -> bool:
 
 
 def _own_stream(status: os.stat_result) -> int | None:
-    """Return 1 or 2 if this process's stdout or stderr, respectively, is the file with this status; otherwise None."""
+    """Return the descriptor of stdout (1) or stderr (2) if it refers to the file with this status; else None."""
     for descriptor in (1, 2):
         with suppress(OSError):  # a closed descriptor
             if os.path.samestat(os.fstat(descriptor), status):

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
-NO_VALUE = "–"  # Sign for a missing value
+NO_VALUE = "–"  # Printed for a missing value
 
 SCIENTIFIC = -1  # Number of decimals that stands for scientific notation, as in 1.2e-05
 
@@ -20,7 +20,7 @@ GENERAL_NAMES = {"best", "checkpoint", "final", "hf", "last", "model", "output",
 def model_name(identity: str) -> str:
     """Format a model's id as a title: the whole id, or the last part of a path of three or more parts.
 
-    If the last part says nothing about the model, such as `checkpoint-500`, the part before it is added.
+    If the last part does not identify the model, as in `runs/bert/checkpoint-500`, the last two parts are used.
     """
     parts = identity.replace("\\", "/").rstrip("/").split("/")
     if len(parts) <= 2:
@@ -61,7 +61,7 @@ def title_of(name: str) -> str:
 
 
 def decimals_for(values: Iterable[float], figures: int = 3) -> int:
-    """Return how many decimals show `figures` significant digits of the number that is largest in absolute value.
+    """Return the number of decimals that show `figures` significant digits of the number of largest absolute value.
 
     Return 0 if all numbers are integers below 1e6, and SCIENTIFIC if the largest is below 1e-4 or at least 1e6.
     """
@@ -71,13 +71,13 @@ def decimals_for(values: Iterable[float], figures: int = 3) -> int:
         return 0
     if largest < 1e-4 or largest >= 1e6:
         return SCIENTIFIC
-    # a measure within [−1, 1] has as many decimals at 1 as below, because its null is near 0.001
+    # as many decimals for 1 as for 0.99: a measure within [−1, 1] can have a null near 0.001
     before = 0 if largest == 1 else math.floor(math.log10(largest)) + 1
     return max(0, figures - before)
 
 
 def decimals_with_error(values: Iterable[float], error: float | None) -> int:
-    """Return how many decimals to print for numbers with a standard error.
+    """Return the number of decimals to print for numbers with a standard error.
 
     The decimals show at most two digits of the error, or one if two would need more than three decimals.
     """
@@ -111,7 +111,7 @@ def short(number: float) -> str:
     return format_number(number, decimals_for([number], figures=2))
 
 
-LEAST_P = 1e-4  # Smallest p that is printed, because the tails of the distributions are not known beyond it
+LEAST_P = 1e-4  # Smallest p-value that is printed; the tails of null distributions are not known exactly
 
 
 def format_p(number: float | None) -> str:
@@ -127,7 +127,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def join_items(items: Iterable[object], limit: int = 6, between: str = ", ") -> str:
-    """Join items to `a, b, c`; if there are more than `limit`, join the first `limit` and append `and N more`."""
+    """Join items as `a, b, c`; if there are more than `limit`, join the first `limit` and append `and N more`."""
     names = [clean(str(item)) for item in items]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return between.join(names[:limit]) + more
