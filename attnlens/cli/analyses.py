@@ -1,4 +1,4 @@
-"""Functions behind the commands, which turn a model and its options into a Report. Importing them loads torch."""
+"""Functions that the commands call to make reports. Importing this module loads torch."""
 
 from attnlens.lab.heal.pipeline import heal_work
 from attnlens.lab.ranks.pipeline import rank_work

@@ -54,8 +54,8 @@ def run() -> None:
     if code == 0:
         gc.freeze()  # the process ends anyway; a last collection would take a fifth of the time of `list`
         sys.exit(0)
-    # CPython considers an interruption inside exec(), which dataclasses use while torch is imported, unhandled even if
-    # it was caught; and a library that ran out of memory may crash during finalisation.
+    # Skip finalisation: a library that ran out of memory may crash in it, and CPython reports an interruption inside
+    # exec() as unhandled even if it was caught (dataclasses call exec() while torch is imported).
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -63,7 +63,7 @@ def run() -> None:
 
 
 def exit_code(words: Sequence[str] | None = None) -> int:
-    """Run the command line `words` (None: sys.argv[1:]) and return the exit code after all output."""
+    """Run the command line `words` (default: sys.argv[1:]) and return its exit code."""
     words = sys.argv[1:] if words is None else words
     expect_json("--json=-" in words or ("--json", "-") in pairwise(words))
     try:
@@ -89,7 +89,7 @@ def exit_code(words: Sequence[str] | None = None) -> int:
         return report_failure(error)
 
 
-WANTED = {  # What a value must be, by the type of pydantic's error
+WANTED = {  # Type of pydantic's error → requirement that the value violates
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
     **dict.fromkeys(("int_parsing", "int_parsing_size", "int_from_float"), "a whole number"),
@@ -98,7 +98,7 @@ WANTED = {  # What a value must be, by the type of pydantic's error
 
 
 def _describe_problem(error: typer.BadParameter) -> str:
-    """State what is wrong with the arguments: the option and what its value must be, or click's message."""
+    """Return the message for invalid arguments: an option and the requirement on its value, or click's message."""
     near = getattr(error, "possibilities", None)
     if near:  # the nearest first
         return f"{error.message.rstrip('.')}. Did you mean {near[0]}?"
@@ -115,8 +115,8 @@ def _describe_problem(error: typer.BadParameter) -> str:
 
 
 def _variable_of(error: typer.BadParameter) -> str:
-    """Return, in parentheses, the environment variable that set the invalid option; empty if none did."""
-    name = getattr(getattr(error, "param", None), "name", None)  # only some of click's errors have a parameter
+    """Return ` (set by ATTNLENS_…)` if an environment variable set the invalid option; else an empty string."""
+    name = getattr(getattr(error, "param", None), "name", None)  # some of click's errors have no parameter
     if error.ctx is None or name is None:
         return ""
     source = error.ctx.get_parameter_source(name)
@@ -124,7 +124,7 @@ def _variable_of(error: typer.BadParameter) -> str:
 
 
 def _find_replacement(problem: str) -> str | None:
-    """Return the remedy for an option or command that was changed or removed, or that only Python offers; else None."""
+    """Return the remedy for an option or command that was changed or removed or exists only in Python; else None."""
     if problem.startswith("--windows must be a whole number"):
         return "Give the number of windows; --placement sets the position of windows."
     unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)
@@ -158,9 +158,9 @@ def _prepare() -> None:
         if size.isascii() and size.isdecimal() and size.strip("0"):  # typer's help would use a width of 0
             os.environ[name] = size if len(size) <= 3 else str(WIDEST)
     os.environ["MPLBACKEND"] = "agg"  # a notebook exports its own backend to child processes
-    warnings.simplefilter("ignore")  # other libraries' warnings, which PYTHONWARNINGS=error would turn into failures
+    warnings.simplefilter("ignore")  # else PYTHONWARNINGS=error turns libraries' warnings into failures
     if sys.stdout is None:
         raise UsageError("stdout is closed.", "Redirect stdout to a file: attnlens list > FILE")
     if sys.flags.optimize > 1:
-        problem = "Python was started with -OO, under which transformers can't be imported."
+        problem = "transformers can't be imported if Python is started with -OO."
         raise UsageError(problem, "Start Python without -OO, and unset PYTHONOPTIMIZE.")

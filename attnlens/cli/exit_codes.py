@@ -1,4 +1,4 @@
-"""The exit codes of the program, and the immediate exit. Only light modules are imported."""
+"""Exit codes of the program, and a function that exits at once. This module imports only light modules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 FAILED = 1  # Exit code if a requested check failed
 UNUSABLE = 2  # Exit code for invalid arguments or input
-PARTLY = 3  # Exit code if part of the work could not be done, with --strict
+PARTLY = 3  # Exit code of --strict if part of the work could not be done
 BUG = 70  # Exit code for an internal error
 INTERRUPTED = 130  # Exit code of an interrupted command
 READER_LEFT = 141  # Exit code (that of SIGPIPE) if the reader of stdout closes the pipe early, like `head`

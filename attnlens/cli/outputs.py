@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 Work = Callable[[ModuleType, ReportProgress], "Report | tuple[Report, Callable[[], None]]"]
 """Function that takes the module `cli.analyses` and a progress function. It returns a report, or a report and a
 function to call after the report is delivered."""
-NO_MODEL = "No model named: using demo, the small model that ships with attnlens."
+NO_MODEL = "No model given: using demo, the small model that ships with attnlens."
 
 
 def named_model(params: Mapping[str, str | None]) -> str:
@@ -112,7 +112,7 @@ def run_command(
 
     If the user interrupts the work, the report contains the finished part. `options` are the names of the options that
     this run accepts, by default the request's fields. Raise OutputError if a changed model could not be saved.
-    With --strict, exit with PARTLY if parts are missing or stored tensors are unused (`doctor` decides this itself).
+    With --strict, exit with PARTLY if parts are missing or stored tensors are unused, except for `doctor`.
     """
     outputs = Outputs.of(params)
     outputs.check(find_inputs(params, models))
@@ -134,7 +134,7 @@ def run_command(
         raise unsaved
     if written is not None:
         written()
-    if params.get("strict") and report.summary.verdict is None:  # `doctor` judges its verdict itself
+    if params.get("strict") and report.summary.verdict is None:  # `doctor` applies --strict itself
         from attnlens.report.sections.facts import state_unexpected
 
         for sentence in state_unexpected(report):
@@ -147,7 +147,7 @@ def run_command(
 
 
 def start_workers(engine: str, jobs: int) -> None:
-    """For the engine `local`, start the server that forks the workers of --jobs, and that imports torch meanwhile."""
+    """If the engine is `local`, start the server that imports torch and then forks the workers of --jobs."""
     if engine == "local":
         from attnlens.runs.work import start_server
 
@@ -156,7 +156,7 @@ def start_workers(engine: str, jobs: int) -> None:
 
 DATA, PICTURES = ("json", "csv", "windows_csv", "markdown", "plan", "junit"), ("figure", "html")  # Files to write
 STDOUT = "-"
-HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")  # Form of a hub id; local folders and files can have it too
+HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[^\\]+)?")  # Pattern of a hub id; local paths can match too
 TEXT_OPTIONS = ("pairs", "labelled", "text", "calibration", "series")  # `text`, `calibration`: files or datasets
 TEXT_REMEDY = "Give a plain text file in UTF-8."
 
@@ -197,8 +197,8 @@ def describe_input(inputs: dict[str, str], output: Path) -> str:
 
 
 def _local_files(name: str, options: Mapping[str, Any]) -> list[Path]:
-    """Return the folder of a local model and the files in it, or only its GGUF file; [] for a hub model, if online."""
-    path = with_home(name)  # tested with os.path, which never raises, whatever the name
+    """Return the folder of a local model and its files, or only the GGUF file; [] for a hub model, unless offline."""
+    path = with_home(name)  # tested with os.path, which never raises
     on_hub = HUB.fullmatch(name) and not name.endswith(MODEL_FILES) and name != "demo"
     if on_hub and not os.path.exists(path) and not options["offline"]:  # noqa: PTH110
         return []
@@ -212,7 +212,7 @@ def _local_files(name: str, options: Mapping[str, Any]) -> list[Path]:
 
 @contextmanager
 def guard_stdout() -> Iterator[None]:
-    """Raise OutputError if writing to stdout fails inside the block, or Exit if its reader has closed the pipe."""
+    """Raise OutputError if writing to stdout fails inside the block, or typer.Exit if the pipe was closed."""
     try:
         yield
         sys.stdout.flush()
@@ -250,7 +250,7 @@ class Outputs:
         return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     def files(self, *options: str) -> dict[str, Path]:
-        """Map each of `options` that is set to its path; omit `--json -`. Raise UsageError for an invalid path."""
+        """Return the paths of those `options` that are set, except `--json -`. Raise UsageError for an invalid path."""
         named = {option: getattr(self, option) for option in options if getattr(self, option) is not None}
         return {option: _path(option, name) for option, name in named.items() if (option, name) != ("json", STDOUT)}
 
@@ -319,10 +319,10 @@ def deliver(
 ) -> None:
     """Write the data, show the tables, draw the pictures, and print the names of the written files.
 
-    `writers` (by option) and `summary` default to those of `export`. `annotate` runs after the summary; `saved` lists
-    other outputs to print as written. `source` is the file from which the report was read, if any, and `params` are the
-    command's options. A failure does not prevent other outputs. At the end, the last failure is raised or, if
-    `interrupted`, Exit.
+    `writers` (by option) and `summary` default to those of `attnlens.report.export`. `annotate` runs after the summary
+    is printed. `saved` lists outputs that are already written, `source` is the file from which the report was read, if
+    any, and `params` are the command's options. Every output is attempted. Then the last error is raised or, if
+    `interrupted`, typer.Exit.
     """
     from attnlens.report.render import terminal
 
@@ -370,7 +370,7 @@ def deliver(
 
 
 def _list_files(outputs: Outputs, source: str | None, params: Mapping[str, Any], *, saved: bool) -> Written:
-    """Return the files that the commands under "Next" can name; `saved` is True if the changed model was saved."""
+    """Return the files for the commands suggested under "Next"; `saved` is True if the changed model was saved."""
     from attnlens.report.shapes import Written  # late, because it loads the records
 
     paths = {name: str(path) for name, path in outputs.files("json", "plan").items()}

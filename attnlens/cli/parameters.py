@@ -33,7 +33,7 @@ WANTED = {  # Type → description and example of its values in a file
 
 
 def kinds(commands: Iterable[Callable[..., object]]) -> dict[str, object]:
-    """Map the parameter name of every option of these commands to the option's type, annotated for typer."""
+    """Return the annotated types of all options of these commands, by parameter name."""
     options = {name: each for command in commands for name, each in signature(command).parameters.items()}
     return {name: each.annotation for name, each in options.items() if name != "context"}
 
@@ -63,7 +63,7 @@ def _parse_entry(file: str, key: str, value: object, known: Mapping[str, object]
         raise UsageError(f"{file} must not enable {key}.", remedy)
     if why:
         variable = f" or in ATTNLENS_{name.upper()}" if hasattr(declared, "call_only") else ""
-        problem = f"{file} must not set {key}: an untrusted file must not determine what is {why}."
+        problem = f"{file} must not set {key}: an untrusted file must not choose which files are {why}."
         raise UsageError(problem, f"Remove {key} from {file}, and set it on the command line{variable}.")
     kinds = {kind, *get_args(kind)}  # `int | None`, `list[str] | None`
     several = any(get_origin(each) is list for each in kinds)
@@ -159,7 +159,7 @@ def output(flag: str, help: str, metavar: str = "FILE") -> Parameters:  # noqa: 
 
 
 def parameters(kind: type[Request], *, without: Collection[str] = ()) -> Parameters:
-    """Return the command-line options of a type of request; options shared with other requests come last."""
+    """Return the command-line options of a type of request; options common to most commands come last."""
     fields = {
         name: field
         for name, field in kind.model_fields.items()
@@ -209,10 +209,10 @@ QUIET = option("-q --quiet", bool, "Do not print results or progress.", panel=OU
 REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print progress.", panel=OUTPUT) | DEBUG
 """Options of every command that makes a report."""
 FIGURE = (
-    "Draw a `.png`, `.svg` or `.pdf` (--bare: without titles). DIR: write all pictures to this folder. FILE: draw the "
+    "Draw pictures as `.png`, `.svg` or `.pdf`. DIR: write all pictures to this folder. FILE: draw the "
     "overview, or the picture that the file is named after (e.g. `symmetry.pdf`). Captions are written to FILE.txt."
 )
-BARE = "Draw --figure for a paper: 8-point text, 3.4 or 7 inches wide, without a title or notes."
+BARE = "Draw the pictures of --figure for a paper: 8-point text, 3.4 or 7 inches wide, without a title or notes."
 VERBOSE = "Also show settings, versions, timings, memory use and notes; swaps and experiments also show more tables."
 OUTPUT_OPTIONS = TABLE | JSON | output("--csv", "Write the results as CSV.") | output("--figure", FIGURE, "FILE|DIR")
 OUTPUT_OPTIONS |= option("--bare", bool, BARE, panel=OUTPUT)

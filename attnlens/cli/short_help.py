@@ -16,7 +16,7 @@ GROUPS: dict[str, dict[str, str]] = {  # Commands by purpose, each with the ques
         "inspect": "What does each head compute, and which results exceed chance?",
         "compare": "What changed between two models, and in which heads?",
         "check": "Does a model pass rules and match a baseline? (for CI)",
-        "doctor": "Does attnlens read the model exactly? Are backends and masks right?",
+        "doctor": "Does attnlens read the model correctly? Are backends and masks right?",
     },
     "Change": {
         "swap-kernel": "How much worse does the model get with another attention kernel?",
@@ -24,7 +24,7 @@ GROUPS: dict[str, dict[str, str]] = {  # Commands by purpose, each with the ques
         "heal": "How much of the loss added by a new kernel does training recover?",
     },
     "Papers": {
-        "converge": "Does training select tokens as a max-margin SVM does?",
+        "converge": "Does training select the same tokens as a max-margin SVM?",
         "reproduce": "Can the papers' experiments and tables be reproduced?",
     },
     "Reference": {
@@ -105,7 +105,7 @@ VARIABLES = "Environment variables, such as ATTNLENS_WINDOWS=8, and the file att
 
 
 def overview() -> str:
-    """Return the text that `attnlens` without arguments shows: for each command, its question and an example."""
+    """Return the help that `attnlens` without arguments prints: a question and an example for each command."""
     lines = ["attnlens analyses the attention of pretrained transformers as kernel machines."]
     for group, commands in GROUPS.items():
         lines += ["", group]
@@ -142,7 +142,7 @@ def short_help(name: str, parameters: Mapping[str, Parameter]) -> str:
 
 
 CLAUSE = re.compile(r"; |: | \(|, (?=(?:e\.g\.|in|or|and|as|such as) )")
-"""Places before which a sentence can be cut off: a further clause, an example, or a remark in parentheses."""
+"""Separators at which a sentence can be cut off."""
 
 
 def _describe_option(text: str, width: int) -> list[str]:

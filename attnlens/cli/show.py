@@ -30,7 +30,7 @@ ESTIMATED, LONG = 5.0, 300.0  # Seconds after which a stage's duration is estima
 SHORT = 60.0  # Shortest duration to announce for a stage of `converge`, in seconds
 SPACING = 0.1  # Shortest time between reports that are used to estimate a duration, in seconds
 AGREEMENT = 2.0  # Largest ratio between the estimates of a duration at which the duration is announced
-BOUNDED = "budget"  # Stage that is always announced, and whose steps are an upper bound: the search of `ranks`
+BOUNDED = "budget"  # Stage of `ranks` that is always announced; its total is an upper bound
 COUNTS = ("trials", "iterations", "seeds", "cells", "windows", "layers", "heads")  # Options that shorten a run
 GENERATE, TRAIN = ("generate",), ("train",)  # Options that set the length of a stage
 STAGES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -147,11 +147,11 @@ def guard(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-_received: list[int] = []  # Signals that interrupted this run
+_received: list[int] = []  # Signals that interrupted this run, because pydantic can replace KeyboardInterrupt
 
 
 def interrupt(number: int, _frame: object) -> None:
-    """Record the signal and raise KeyboardInterrupt, which pydantic can replace with another error."""
+    """Record the signal and raise KeyboardInterrupt."""
     _received.append(number)
     raise KeyboardInterrupt
 
@@ -160,8 +160,8 @@ RESUME = "Finished work is kept; run the same command again to continue."
 
 
 def report_failure(error: BaseException) -> int:
-    """Print why a command failed and return the exit code; `error` may be a Rust panic, which is not an Exception."""
-    name, exit_code = type(error).__name__, UNUSABLE
+    """Print the reason why a command failed, and return the exit code."""
+    name, exit_code = type(error).__name__, UNUSABLE  # a Rust panic is a BaseException, not an Exception
     if isinstance(error, AttnlensError):
         code, problem, remedy = error.code, error.problem, error.remedy
     elif isinstance(error, KeyboardInterrupt) or _received:
@@ -210,7 +210,7 @@ class Pace:
     """Record of a stage's progress over time, used to estimate the time left."""
 
     def __init__(self) -> None:
-        self.reports: list[tuple[float, int]] = []  # (seconds, steps done) before and after the first step, and later
+        self.reports: list[tuple[float, int]] = []  # (seconds, steps done): before the first step, after it, and later
 
     def add(self, done: int) -> None:
         """Add a report. Until the first step is done, keep only the latest report: some stages report 0 early."""
@@ -237,11 +237,11 @@ class Pace:
 
 
 def _announce_long(show: Callable[[str, int, int, Pace], None], options: Collection[str]) -> ReportProgress:
-    """Return a progress function that calls `show`, and announces once each stage that takes longer than LONG seconds.
+    """Return a progress function that calls `show`, and announces, once, a stage that takes longer than LONG seconds.
 
-    The limit is SHORT for stages counted in iterations or trials. Forecasts are made after ESTIMATED seconds of a
-    stage, if its steps take similar times. The stage BOUNDED is always announced. `options` are the names of the
-    options that the running command accepts.
+    The limit is SHORT for stages counted in iterations or trials. A stage is announced after ESTIMATED seconds at the
+    earliest, and only if its steps take similar times. The stage BOUNDED is always announced. `options` are the names
+    of the options that the running command accepts.
     """
     paces: defaultdict[str, Pace] = defaultdict(Pace)
     announced: set[str] = set()

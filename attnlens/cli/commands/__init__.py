@@ -1,4 +1,4 @@
-"""The commands: each one parses its options, calls one function, and delivers the result."""
+"""The commands; each parses its options, calls a function, and delivers the result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ for group, names in GROUPS.items():
 
 
 def help_for(words: Sequence[str]) -> str | None:
-    """If `words` contain `-h`, return the help of the command that the first word names, or the overview; else None."""
+    """Return the short help of the command in `words`, or the overview without a command; None if `-h` is missing."""
     if "-h" not in words:
         return None
     if words[0] not in COMMANDS:

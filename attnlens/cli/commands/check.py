@@ -35,14 +35,16 @@ if TYPE_CHECKING:
     from attnlens.checks.rule import Rule
     from attnlens.records import Baseline, Report
 
-READING = opt.parameters(requests.InspectRequest, without=("show", *SharedRequest.model_fields))  # To inspect a model
+READING = opt.parameters(requests.InspectRequest, without=("show", *SharedRequest.model_fields))  # For inspections
 RECOMPUTED = {*requests.Loading.model_fields, "device_map", "text", "pairs", "image", "audio", "batch_size"}
 """Options in READING that also apply to --recompute, because the report does not determine them."""
 
 SUBJECT = opt.argument("subject", "A report written by --json, or a model to inspect first.", str, "REPORT|MODEL")
 MODEL = opt.argument("model", "With --recompute: the model from which the report was computed.", metavar="MODEL")
 JUNIT = opt.output("--junit", "Write a JUnit XML file with one test case per rule.")
-CSV = opt.output("--csv", "Write a CSV file: one row per head that breaks a rule; any other rule has one row.")
+CSV = opt.output(
+    "--csv", "Write a CSV file: one row per head that breaks a rule, and one row per rule that no head breaks."
+)
 
 
 @opt.with_options(
@@ -106,7 +108,7 @@ def check(context: typer.Context) -> None:
 
 
 def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, names: list[str]) -> None:
-    """Raise UsageError for arguments and options without effect; e.g. a report ignores options that load a model."""
+    """Raise UsageError for arguments and options without effect, such as --device if a report is checked."""
     for first, second, missing in (
         ("MODEL", "--recompute", model and not request.recompute),
         ("--recompute", "MODEL", request.recompute and not model),
@@ -116,8 +118,8 @@ def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, name
             raise UsageError(f"{first} has no effect without {second}.", f"Add {second}, or omit {first}.")
     if not names_report(subject):
         if model:
-            problem = f"With two arguments, the first must be a report, but {subject} is not one."
-            raise UsageError(problem, "Give a report (.json), followed by the model it was computed from.")
+            problem = f"With two arguments, the first must be a report, but {subject} is not a report."
+            raise UsageError(problem, "Give a report (.json), followed by its model.")
         return
     ignored = set(READING) - (RECOMPUTED if model else set())
     for flag in (opt.option_name(name) for name in names if name in ignored):
@@ -159,7 +161,7 @@ def _load_baseline(subject: str, request: CheckRequest) -> Baseline | None:
 
 
 def _add_inputs(subject: str, request: CheckRequest, inputs: dict[str, str], rules: list[Rule]) -> None:
-    """Add report, rules and baseline to `inputs`. Raise AttnlensError if a new baseline can't be saved."""
+    """Add the files of report, rules and baseline to `inputs`. Raise AttnlensError if --baseline can't be written."""
     for name, what in {subject: "the report", **{rule.file: "the rules" for rule in rules if rule.file}}.items():
         inputs.setdefault(os.path.realpath(name), what)
     if request.baseline is not None:

@@ -1,4 +1,4 @@
-"""The commands that measure a model or compare two, and those that change a model's attention kernel."""
+"""The commands that measure, compare or verify models, and those that change the attention kernel."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SECOND = opt.argument("second", f"The second model: {NAMES}. --adapter applies t
 
 @opt.with_options(FIRST | SECOND | opt.STRICT, opt.parameters(CompareRequest), opt.OUTPUT_OPTIONS)
 def compare(context: typer.Context) -> None:
-    """Find the heads that differ between two models, at a controlled false-discovery rate, and the cause."""
+    """Find the heads that differ between two models (at a controlled false-discovery rate), and diagnose the cause."""
     params = context.params
     request = opt.build(CompareRequest, params)
     check_reading(request)

@@ -70,8 +70,8 @@ CHOICES = {
 
 @opt.with_options(MODELS | CHOICES | opt.STRICT, SYNTHETIC | FOLLOWED, opt.OUTPUT_OPTIONS)
 def converge(context: typer.Context) -> None:
-    """Test whether training makes attention select tokens as a max-margin classifier does: on synthetic data, for one
-    head, or across checkpoints."""
+    """Test whether training makes attention select the same tokens as a max-margin classifier: on synthetic data, for
+    one head, or across checkpoints."""
     params = context.params
     kind = kind_of(params)
     refuse_other(kind, context, CONVERGE_KINDS)

@@ -1,4 +1,4 @@
-"""The commands `list` and `explain`, which print a reference, and `report`, which shows a saved report again."""
+"""The commands `list` and `explain`, which print a reference, and `report`, which shows a saved report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def list_explained() -> list[str]:
 WHAT = opt.argument(
     "what",
     "`kernels`, `analyzers`, `measures`, `architectures` or `schema`.",
-    shown="the first three",
+    shown="kernels, analyzers and measures",
     names=lambda: [*LISTED],
 )
 EXPLAINED = opt.argument(
