@@ -13,9 +13,9 @@ class Architecture(NamedTuple):
     """Result of benchmarks/sweep.py for one model type, measured on a tiny model with the type's configuration."""
 
     model_type: str  # Name of the model type in transformers
-    read: str  # How much of the model is analysed: `whole`, `in part`, `refused`, `not built`, `too slow`
-    route: str  # How the attention is read: `interface`, `traced`, `both`; empty if it can't be read
-    positions: str  # How positions enter: `absolute`, `rotary`, `bias`, `unknown`
+    read: str  # Extent of the analysis: `whole`, `in part`; none: `refused`, `not built`, `too slow`
+    route: str  # Access to the attention: `interface`, `traced`, `both`; empty if it can't be read
+    positions: str  # Encoding of positions: `absolute`, `rotary`, `bias`, `unknown`
     weights: str  # Attention sites at which weights.* can be read: `all`, `some`, `none`
     doctor: str  # Verdict of `doctor`, or the reason why there is none: `refused`, `too slow`
     swap: str  # Outcome of `swap-kernel` with the exponential and the RBF kernel

@@ -24,7 +24,7 @@ class Breach(Record):
     part: Part
     value: Number | None  # Value in the report; None if missing
     base: Number | None = None  # Value in the baseline or in a second computation; None if missing
-    p: Number | None = None  # Two-sided p of the difference between value and base; None without standard errors
+    p: Number | None = None  # Two-sided p-value of the difference between value and base; None without errors
 
 
 class Check(Record):
@@ -39,8 +39,8 @@ class Check(Record):
     median: Number | None = None  # Median over heads that are compared individually; else None
     base: Number | None = None  # Median over the compared heads in the baseline; None without a baseline
     heads: Count | None = None  # Number of heads compared; None for a field of the report
-    without: Count = 0  # Number of heads selected by the rule that lack a value
-    breaches: list[Breach] = []  # Heads or blocks that break the rule, worst first; empty if none are tested singly
+    without: Count = 0  # Number of selected heads without a value
+    breaches: list[Breach] = []  # Heads or blocks that break the rule, worst first; empty if none does individually
     file: str | None = None  # File that contains the rule; None for a rule passed in the call
 
 
@@ -52,7 +52,7 @@ class BaselineMeasure(Record):
 
 
 class Baseline(Record):
-    """Accepted values and standard errors of all heads, without curves, nulls and times."""
+    """Accepted values of all heads, with their standard errors."""
 
     kind: Literal["attnlens baseline"] = "attnlens baseline"  # Marker that distinguishes a baseline from a report
     schema_version: Literal["2"] = "2"
@@ -80,7 +80,7 @@ ON_FORMS = "W_Q and W_K of "  # First words of notes on the heads' forms M = W_Q
 SMALLEST_SHARE = 0.01  # Smallest change of a measure that matters in practice, in interquartile ranges over heads
 Relation = Literal["identical", "same form", "rounding", "changed"]
 """Relation of two heads' forms M = W_Q W_Kᵀ. identical: W_Q and W_K are equal; same form: M is equal, but W_Q and W_K
-differ (a change of gauge); rounding: M is equal up to rounding of the weights; changed: M differs."""
+differ (a change of basis); rounding: M is equal up to rounding of the weights; changed: M differs."""
 
 
 class MeasureChange(Record):
@@ -95,12 +95,12 @@ class MeasureChange(Record):
     se: Number | None = None  # Standard error of delta over windows (or texts); None if no window was read
     rounding: Number | None = None  # RMS change caused by rounding of the weights alone; None if unknown
     beyond_rounding: bool | None = None  # True if rounding causes a change of this size in at most one of 1,000 heads
-    p: Number | None = None  # Two-sided p of the hypothesis that sampling and rounding explain the change
-    q: Number | None = None  # Smallest false-discovery rate at which the change is named (Benjamini & Hochberg)
+    p: Number | None = None  # Two-sided p-value; null hypothesis: sampling and rounding explain the change
+    q: Number | None = None  # Smallest false-discovery rate at which the change is significant (Benjamini & Hochberg)
     least: Number | None = None  # Size of a change that this comparison detects with a probability of about 80 %
     smallest: Number | None = None  # Smallest change of practical size; None if it is not defined for this measure
     negligible: bool = False  # True if the 90 % interval of delta lies between −smallest and smallest
-    named: bool = False  # True if q is at most the requested false-discovery rate, and the change is not negligible
+    named: bool = False  # True if the change is reported: q ≤ `Comparison.fdr`, and not negligible
     reason: str | None = None  # Reason why delta is missing
 
 
@@ -119,11 +119,11 @@ class BlockChange(Record):
     layers: list[Count]  # Indices of the block's sites
     change: Number | None  # ‖o' − o‖/‖o‖ of the output o, mean over windows; None if not finite
     rounding: Number | None = None  # Change that rounding of the weights alone causes; None if unknown
-    p: Number | None = None  # p of the hypothesis that rounding explains the change
-    q: Number | None = None  # Smallest false-discovery rate at which the change is named
+    p: Number | None = None  # p-value; null hypothesis: rounding explains the change
+    q: Number | None = None  # Smallest false-discovery rate at which the change is significant
     smallest: Number | None = None  # Smallest change of practical size; None in reports of older versions
     negligible: bool = False  # True if the 90 % interval of the change lies below smallest
-    named: bool = False  # True if q, over blocks, is at most the requested rate, and the change is not negligible
+    named: bool = False  # True if the change is reported: q ≤ `Comparison.fdr`, and not negligible
 
 
 class Spread(Record):
@@ -189,11 +189,11 @@ class Comparison(Record):
     base: ModelInfo  # The first model
     paired: bool  # True if changes are paired by window; if False, errors assume two independent samples
     fdr: Number  # Requested false-discovery rate
-    tests: Count = 0  # Number of rows with a p
-    named: Count = 0  # Number of rows whose change is named
+    tests: Count = 0  # Number of rows with a p-value
+    named: Count = 0  # Number of rows whose change is reported
     heads: list[HeadChange] = []
     rows: list[MeasureChange] = []
-    blocks: list[BlockChange] = []  # Changes by block; empty if the models lack blocks that each run once
+    blocks: list[BlockChange] = []  # Changes of blocks that run once per forward pass and exist in both models
     shifts: list[Shift] = []
     outcome: Outcome | None = None
     notes: list[str] = []  # Findings about the models as a whole, one sentence each
@@ -203,7 +203,7 @@ class Comparison(Record):
 
 
 def heads_with_changes(comparison: Comparison, heads: Sequence[Head]) -> list[Head]:
-    """Return the compared heads. Their measures are the changes (`change.tokens.entropy`) and the partners' values."""
+    """Return the first model's heads; the measures are the changes (`change.…`) and the second model's values."""
     changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
     for row in comparison.rows:
         name = row.measure if row.measure.startswith(DISTANCE) else f"{CHANGE}{row.measure}"

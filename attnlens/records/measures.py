@@ -1,4 +1,4 @@
-"""Records of measures (a value with its error and null, or the reason why it is missing), coverage, selected tokens."""
+"""Records of measures, coverage and selected tokens, and functions that read and write records as JSON."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def read_record(
 ) -> Read:
     """Read a record of class `kind` from an untrusted JSON file; `convert`, if given, upgrades a file of version 1.
 
-    Raise UsageError if the file is missing or invalid, with `remedy` unless the file has an unsupported version. The
-    message describes an invalid file as `mismatch` (`not a plan`).
+    Raise UsageError if the file is missing or invalid. `mismatch` (such as `not a plan`) and `remedy` are parts of its
+    message.
     """
     content = read_bytes(local_path(path), UsageError, remedy).removeprefix(BOM_UTF8)
     try:
@@ -97,7 +97,7 @@ def read_record(
 class Null(Record):
     """Value expected by chance: mean and sd over heads with independent Gaussian factors of the same shape.
 
-    For selection.*: mean and sd over random rotations of the head's form, on both sides, in the measure's space.
+    For selection.*: mean and sd over random rotations, on both sides, of the head's form in the measure's space.
     """
 
     mean: Number
@@ -141,7 +141,7 @@ class HeadId(Record):
     site: str  # Name of the site: module path, with #ordinal if the module is called more than once
     layer: Count  # Index of the site in execution order, from 0
     head: Count  # Number of the query head within the site, from 0
-    kv_head: Count  # Number of its key head within the site, from 0
+    kv_head: Count  # Number of this query head's key head within the site, from 0
     part: Part  # Part of the model: `encoder`, `decoder`, `cross`, …
 
 
@@ -208,7 +208,7 @@ class Coverage(Record):
 
     @property
     def _lacking(self) -> str:
-        """Sources that lack values, as text; else, if all heads were analysed, the skipped sites; else empty."""
+        """Text on missing values: the sources without values or, if all heads were analysed, the skipped sites."""
         lacking = [
             f"{'' if count == self.analysed else f'{count} of them '}without {source}.*"
             for source, count in self.without.items()
@@ -227,7 +227,7 @@ class Pick(Record):
     selected: list[Count]  # Positions of the selected tokens: one, or those with the requested share of weight
     support: list[Count]  # Positions of the support tokens, whose constraints are active in the SVM (λ > 0)
     weight: Number  # p_max, the largest attention weight
-    margin: Number  # Smallest margin of the query / best margin 1/‖W_mm‖ of the SVM W_mm; ≥ 1 if the head is the SVM
+    margin: Number  # Smallest margin of the query / best margin 1/‖W_mm‖ of the SVM W_mm; ≥ 1 if the head equals it
 
 
 class Sentence(Record):
@@ -244,7 +244,7 @@ class Selection(HeadId):
     space: Space  # Space in which the problem is posed: the module's inputs, or queries and keys
     picks: list[Pick]
     best: Number  # 1/‖W_mm‖_F of the SVM W_mm: the largest minimum margin of any form of unit norm
-    null_margins: list[list[Number]] = []  # Each random head's query margins / its best possible margin, ascending
+    null_margins: list[list[Number]] = []  # Per random head: margins of queries / best possible margin, ascending
     sentences: list[Sentence] = []
 
 

@@ -66,14 +66,14 @@ class Rise(Record):
     def bound(self, margin: float) -> float:
         """Return `share` + `margin` · (`high` − `share`), or the largest rise on a single text if that is larger.
 
-        If a new text is exchangeable with n unseen texts, its rise exceeds the maximum of their rises with probability
-        1/(n + 1). The mean over many texts does not bound the rise on a new text.
+        If a new text is exchangeable with n held-out texts, the rise on it exceeds the largest of their rises with
+        probability 1/(n + 1). The mean over many texts does not bound the rise on a new text.
         """
         return max([self.share + margin * (self.high - self.share), *self.by_text.values()])
 
 
 class FormTried(Record):
-    """A form of latents, and its effect on the loss if each latent has half of its full rank."""
+    """A form of latents, and the rise in loss if each latent keeps half of its full rank."""
 
     form: str  # Form as typed after `rank:`: `group=all,rotation=before,metric=attention`
     rise: Rise | None  # Rise on the calibration text used to choose; None if the model diverged
@@ -96,15 +96,15 @@ class Plan(Record):
     settings: Settings
     kernel: str  # Spelling of the kernel
     budget: Number = Field(gt=0)  # Largest allowed rise, as a share of the loss or perplexity: 0.01 is 1 %
-    unit: Unit = "loss"  # Quantity whose relative rises are given: the loss in nats, or perplexity
+    unit: Unit = "loss"  # Quantity that the budget limits: the loss in nats, or perplexity
     form: str = ""  # Form of the latents as typed after `rank:`; empty: one latent per key head, of rotated keys
     forms: list[FormTried] = []  # Forms compared on the calibration text; empty if the form was requested
     held_out: bool = False  # True if `estimated` and `promised` use text to which the latents' maps were not fitted
     ranks: list[KeyRank] = Field(min_length=1)
     mean_rank: Number  # Number of values kept per key, mean over query heads
     head_dim: Number  # Number of values per key in the original model, mean over query heads
-    estimated: Rise | None = None  # Rise on the text used to choose the plan (biased); None for given ranks
-    promised: Rise | None  # Rise on text not used to fit or choose; None if the model diverged or ranks were given
+    estimated: Rise | None = None  # Rise on the text used to choose the plan (biased); None if the ranks were given
+    promised: Rise | None  # Rise on text not used to fit or choose; None if the model diverged or the ranks were given
     measured: Rise | None  # Rise on the evaluation text; None if the model diverged on it, or was not evaluated
     healed: Rise | None = None  # Rise on the evaluation text after healing; None without healing
     fitted_on: list[Text] = []  # Calibration texts used for directions and sensitivities
@@ -127,7 +127,7 @@ class Plan(Record):
     @model_validator(mode="before")
     @classmethod
     def _convert(cls, fields: object) -> object:
-        """Take the plan out of a report of `ranks`; convert a plan of version 1, which lacked `schema_version`."""
+        """Extract the plan from a report of `ranks`, and convert a plan of version 1, which lacks `schema_version`."""
         if isinstance(fields, Mapping) and isinstance(swap := fields.get("swap"), Mapping):
             fields = swap.get("plan") or fields
         old = isinstance(fields, Mapping) and fields.get("schema_version", "1") == "1"

@@ -38,7 +38,7 @@ class Conventions(Record):
     """Properties of the model's attention that affect the meaning of the measures."""
 
     position: Literal["absolute", "rotary", "bias", "content–position", "unknown"]
-    """How positions enter the scores. absolute: through the inputs, if at all; rotary: a rotation; bias: an added bias;
+    """Effect of positions on scores. absolute: none, or through the inputs; rotary: a rotation; bias: an added bias;
     content–position: products of contents and positions; unknown: the weights of a site can't be read."""
     qk_norm: bool  # True if queries and keys are normalised per token; weights.* omit each token's factor
     bias: Literal["excluded", "none"]  # excluded: biases exist; weights.* omit them, tokens.* include them
@@ -53,8 +53,8 @@ class AdapterInfo(Record):
     revision: str | None = None  # Commit of an adapter from the hub; None for a folder
     base: str | None = None  # Name of the base model in the adapter's configuration
     kind: str  # LoRA, rsLoRA, DoRA or rsDoRA
-    rank: Count  # Default rank r, for modules without a pattern
-    alpha: Number  # Default α, for modules without a pattern
+    rank: Count  # Default rank r, for modules without an entry in `rank_pattern`
+    alpha: Number  # Default α, for modules without an entry in `alpha_pattern`
     modules: Count  # Number of modules changed by low-rank matrices
     replaced: list[str] = []  # Parameters that the adapter replaces entirely
     files: list[File] = []
@@ -143,15 +143,15 @@ class Settings(Record):
     notes: list[str] = []  # Facts about the input that readers must know, one sentence each
 
     def freedom(self, count: int) -> int:
-        """Return the degrees of freedom of a standard error: `count` − 1 or, with intervals over texts, texts − 1."""
+        """Return the degrees of freedom of a standard error: `count` − 1, or the number of texts − 1."""
         return (len(self.texts) if self.intervals == "texts" else count) - 1
 
     @property
     def interval_method(self) -> str:
-        """Name of the method used for intervals of paired differences: `bootstrap`, or `Student's t, 2 windows`."""
+        """Method used for intervals of paired differences: `bootstrap`, or `Student's t, 2 windows`."""
         counts = [len(text.windows) for text in self.texts if text.windows] or [self.windows or 0]
         total, unit = (len(self.texts), "text") if self.intervals == "texts" else (sum(counts), "window")
-        # texts are strata of windows, unless one has a single window
+        # texts are strata of windows, unless a text has a single window
         draws = total if unit == "text" or 1 in counts else min(counts)
         return "bootstrap" if draws >= FEWEST_DRAWS else f"Student's t, {format_count(total, unit)}"
 

@@ -1,4 +1,4 @@
-"""The Report of a command: measures by head with their provenance; JSON input and output."""
+"""Record of the report that a command makes, records of its parts, and the JSON Schema."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Windows:
         )
 
     def rows(self) -> Iterator[dict[str, str | int | float]]:
-        """Yield a row for each pair of window and unit (head or stage): text, window, unit, measures with a value."""
+        """Yield one row per window and head (or stage), with text, window and the measures that have a value."""
         read = {name: part.tolist() for name, part in self.values.items()}
         for place, (text, number) in enumerate(self.windows):
             for column, unit in enumerate(self.units):
@@ -86,7 +86,7 @@ class Extreme(Record):
     head: Count
     measure: str
     value: Number
-    rank: Count  # Rank of the value, from 1, among the largest or among the smallest values
+    rank: Count  # Rank of the value, from 1, counted from the largest or from the smallest value
     of: Count  # Number of heads in the head's part of the model
     percentile: Number  # 100 · (number of heads with smaller values + ½)/number of heads
     text: str  # Rank, value and median in words: `largest tokens.share_distance of 32: 0.0489, median 0.00635`
@@ -132,7 +132,7 @@ class SiteCheck(Record):
     heads: Count
     route: str  # How the site's weights were read
     tokens_error: Number | None  # ‖P − P_model‖/‖P_model‖ of attention weights P from the captured queries and keys
-    weights_error: Number | None  # The same error of P from queries and keys computed from weights and inputs
+    weights_error: Number | None  # The same error, with queries and keys computed from weights and inputs
     reason: str | None = None  # Reason why an error is missing
     rounding: Number | None = None
     """Error of the model's own attention weights that rounding of large scores causes; None if no error needs this
@@ -267,7 +267,7 @@ class Report(Record):
 
     @property
     def windows(self) -> Windows | None:
-        """Values of every window, which JSON lacks and `--windows-csv` writes; None if the report has none."""
+        """Values of every window, which `--windows-csv` writes and the JSON omits; None if unknown."""
         return self._windows
 
     def with_windows(self, windows: Windows) -> Self:

@@ -29,7 +29,7 @@ class Curve(Record):
     share a picture if their quantity is known, and are drawn separately otherwise."""
     label: str | None = None  # Label in the legend, if it differs from the curve's name: `from zero`
     published: bool = False  # True for published values, which are drawn dashed
-    null_of: str | None = None  # Curve whose null this is: `median` is the null's mean; `low`, `high` are mean ∓ sd
+    null_of: str | None = None  # Curve of which this is the null: `median` is the null's mean; `low`, `high`: mean ∓ sd
 
 
 class Trajectory(Record):
@@ -43,7 +43,7 @@ class Trajectory(Record):
 
 
 class Experiment(Record):
-    """An experiment: its question, results and published values."""
+    """An experiment: its question, the resulting figures (numbers), and reference values."""
 
     name: str
     question: str
@@ -104,7 +104,7 @@ LEVEL = 0.05  # Largest probability of at least one false decision among all pai
 
 
 class StudyColumn(Record):
-    """A column of a table (a task): the training data of its cells, and the score by which they are compared."""
+    """A column of a table: a task with its data, and the score by which cells are compared."""
 
     name: str
     form: Literal["language", "translation", "classification"]  # Kind of task
@@ -173,7 +173,7 @@ class StudyPair(Record):
     first: str  # Name of the first row
     second: str  # Name of the second row
     difference: Number  # Mean measure of the first cell − that of the second
-    p: Number | None  # Two-sided p of the hypothesis of no difference; None if runs have no spread
+    p: Number | None  # Two-sided p-value of the difference; None if runs have no spread
     p_holm: Number | None  # p corrected for all pairs of the table (Holm); None if p is None
     agrees: bool | None = None  # True if the paper ranks the two cells alike; None if its numbers are missing or equal
 

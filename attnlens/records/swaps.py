@@ -20,9 +20,9 @@ class Predictor(Record):
     heads_ci95: Interval | None = None  # Interval of ρ by bootstrap of heads (those of a shared module together)
     layers_ci95: Interval | None = None  # Interval of ρ by bootstrap of whole layers
     sequences_ci95: Interval | None = None  # Interval of ρ by bootstrap of windows (or texts)
-    p_value: Number | None = None  # Two-sided p by permutations of heads, not corrected for other measures
+    p_value: Number | None = None  # Two-sided p-value by permutations of heads, not corrected for other measures
     p_corrected: Number | None = None  # p_value corrected for all measures compared (maxT, Westfall & Young 1993)
-    holds: bool = False  # True if p_corrected < 0.05, and the interval over layers lies on one side of 0
+    holds: bool = False  # True if p_corrected < 0.05 and the interval over layers excludes 0
     values: list[Number | None] = []  # The measure of each head, in the order of the sweep
     reasons: Reasons = {}
 
@@ -149,7 +149,7 @@ class Outcome(Record):
 
 
 class Stage(Outcome):
-    """The changed model at one stage: swapped, with fitted parameters, or healed."""
+    """Effect of the swap at one stage: after the swap, after fitting parameters, or after healing."""
 
     name: Literal["swapped", "fitted", "healed"]
 
@@ -215,7 +215,7 @@ class Healing(Record):
     learning_rate: Number  # Largest learning rate of AdamW in the last stage that trained
     curve: list[HealingStep]
     eta: Number | None = None  # Weight η of the KSVD regulariser in the training loss; None for kernels without one
-    ksvd_convention: Literal["paper", "code"] | None = None  # Convention of J: sums, or the code's means with Λ²
+    ksvd_convention: Literal["paper", "code"] | None = None  # KSVD objective: sums, or the code's means with Λ²
     amount: str | None = Field(None, validation_alias=AliasChoices("asked", "amount"), serialization_alias="asked")
     """Requested amount: `200 steps`, `2,000,000 tokens`, `1,800 seconds`."""
     goal: HealingGoal = "teacher"
@@ -253,7 +253,7 @@ class Effect(Record):
     part: Part
     delta: Number | None  # Change of the loss, or of the distance used instead (Swap.judged_by); None: model diverged
     ci95: Interval | None = None
-    p_value: Number | None = None  # Two-sided p of no change, by studentised bootstrap; None for a distance
+    p_value: Number | None = None  # Two-sided p-value of the change, by studentised bootstrap; None for a distance
     significant: bool = False  # True if significant at a false discovery rate of 5 % (Benjamini & Hochberg 1995)
 
 
@@ -269,8 +269,8 @@ class Swap(Outcome):
     noise: bool = False  # True if the input is random noise, so that losses are meaningless
     sites: list[SiteSwap]
     identity_error: Number  # Relative change of the outputs if the model's own kernel is recomputed; at most 1e-5
-    causality_error: Number | None = None  # Relative change of outputs if later tokens change; 0 if nothing leaks
-    mask_error: Number | None = None  # Relative change of tokens' outputs if the padding changes; 0 if nothing leaks
+    causality_error: Number | None = None  # Relative change of outputs if later tokens change; 0 is ideal
+    mask_error: Number | None = None  # Relative change of tokens' outputs if padding changes; 0 is ideal
     off_simplex: Number | None = None  # Share of the attention's mass that is negative, mean over the swapped sites
     tokens_per_second: Pair  # Speed of the evaluation's forward passes, median over batches
     peak_memory_bytes: Pair  # Largest memory during the evaluation's forward passes: resident (CPU) or allocated (GPU)
@@ -284,7 +284,7 @@ class Swap(Outcome):
     the kernel stores every key with fewer numbers (`rank`), and no other head reads the same keys."""
     controls: list[Control] = []
     sweep: list[Effect] = []  # Each head or layer swapped alone, the most harmful first
-    predictors: list[Predictor] = []  # Correlation of each measure with the effects of single heads, least p first
+    predictors: list[Predictor] = []  # Correlation of each measure with the effects of single heads, smallest p first
     prediction: Prediction | None = None
     notes: list[str] = []  # Caveats, such as the effect of a softcap, a bias or QK-norm on this kernel
 

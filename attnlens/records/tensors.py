@@ -1,4 +1,4 @@
-"""Call, the full input of one attention computation, and QueryKey, the factored scale · Q Kᵀ of every head."""
+"""Call, the inputs of one attention computation, and QueryKey, the queries and keys of every head at a site."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Call:
     module: nn.Module | None = None  # The attention module; None outside a model
     traced: bool = False  # True if attention was traced in the module's own code
     places: Int[Tensor, "#batch queries"] | None = None  # Position of each query's token; None if not passed
-    selected: tuple[int, ...] | None = None  # Numbers of the selected query heads' key heads; None: all are selected
+    selected: tuple[int, ...] | None = None  # Key heads of the selected query heads; None: all are selected
     relative: bool = False  # True if `bias` contains products of queries or keys with positions (DeBERTa)
 
     @property
@@ -101,7 +101,7 @@ class Call:
         return seen[None, None]
 
     def query_key(self, site: Site) -> QueryKey:
-        """Return the QueryKey of all sequences of the batch, including padding; `site` becomes its site."""
+        """Return the queries and keys at `site` of all sequences of the batch, including padding."""
         heads, batch, seen = self.query.shape[1], self.query.shape[0], self.visible()
         return QueryKey(
             query=self.query,
@@ -195,8 +195,8 @@ class QueryKey:
     """The factored matrix `scale · Q Kᵀ` of every head at one site.
 
     From weights, a row is an input dimension (Q = W_Q, K = W_K); from tokens, a row is a token of one sequence. Queries
-    and keys have the same rows, except in cross-attention. Leading batch axes are allowed before `heads`, and every
-    analyzer keeps them.
+    and keys have the same rows, except in cross-attention. Leading batch axes are allowed before `heads`; results of
+    analyzers have the same batch axes.
     """
 
     query: Float[Tensor, "*batch heads n head_dim"]  # Queries after bias, QK-norm and rotation; or W_Q
@@ -282,7 +282,7 @@ class QueryKey:
         )
 
     def rows(self, rows: slice) -> QueryKey:
-        """Return the QueryKey of these queries and of the keys up to the last one that they can see (at least one).
+        """Return the QueryKey of these queries and of the keys up to the last visible key (at least one key).
 
         Values and inputs are left out.
         """
