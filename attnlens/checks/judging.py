@@ -138,7 +138,7 @@ def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[
 
 
 def largest_rejected(p_values: Sequence[float], rate: float) -> float:
-    """Return the largest p_(k) ≤ rate·k/n (Benjamini & Hochberg 1995), or −1 if there is none."""
+    """Return the largest p-value p_(k) ≤ rate·k/n (Benjamini & Hochberg 1995), or −1 if there is none."""
     ordered = sorted(p_values)
     # not strict: the procedure rejects at equality; `maths.statistics` has the same function but needs torch
     return max((p for rank, p in enumerate(ordered, 1) if p <= rate * rank / len(ordered)), default=-1.0)
@@ -171,9 +171,7 @@ def check_report(
 
 
 BLOCKS = "compare.blocks"  # subject of rules on the changes of a comparison's blocks
-NO_BLOCKS = (
-    "only a report of `attnlens compare` on text contains blocks, and only if each block of the models runs once"
-)
+NO_BLOCKS = "only `attnlens compare` on text reports blocks, and only blocks that run once per forward pass"
 COLUMNS = ("se", "z", "base", "null")  # suffixes of a measure, as in `tokens.entropy.se`; `null` is the null's mean
 # First parts of dotted paths into the report, and whole paths to suggest for misspelled ones
 FIELDS = ("coverage", "model", "settings", "summary", "swap", "comparison", "doctor", "experiments")
@@ -274,7 +272,7 @@ def _unknown_subject(rule: Rule, names: Sequence[str], why: str) -> UsageError:
 
 
 def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
-    """Return one check per rule, in the order of the rules; in a comparison's report, changes are measures too."""
+    """Build one check per rule, in the order of the rules; rules can also refer to the changes of a comparison."""
     report = report.with_changes()
     occurrences = Counter[str]()
     checks = []
@@ -354,10 +352,10 @@ def build_breach(
 
 
 def choose_options(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
-    """Return the options `analyzers` and `source` for `inspect`: the baseline's or, without one, those that rules need.
+    """Return the options `analyzers` and `source` for `inspect`, as in the baseline or as the rules require.
 
-    Without a baseline, return {} if the rules need no analyzer, and raise UsageError if no analyzer computes the
-    subject of a rule.
+    Without a baseline, return {} if the rules require no analyzer. Raise UsageError if no analyzer computes the subject
+    of a rule.
     """
     if baseline is not None:
         return {"analyzers": baseline.settings.analyzers, "source": baseline.settings.source}

@@ -109,7 +109,7 @@ class SizesRequest(DescentRequest):
     t: Whole | None = keyword("Number of tokens per input (T).", least=2, most=MOST)
     d: Whole | None = keyword("Number of dimensions of a token.", least=1, most=MOST)
     m: Whole | None = keyword("Number of columns of K and Q (default: d).", least=1, most=MOST)
-    head_function: Literal["linear", "relu"] | None = keyword("Function h: `linear` or `relu`.")
+    head_function: Literal["linear", "relu"] | None = keyword("Head function h: `linear` or `relu`.")
     attention: Literal["cross", "self"] | None = keyword(
         "Query z: independent of the tokens (`cross`), or one of the tokens (`self`)."
     )

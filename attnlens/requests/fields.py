@@ -87,8 +87,8 @@ class Details(TypedDict, total=False):
     metavar: str  # Placeholder of the value; by default its type
     flag: str  # Flag, if it is not the name with dashes; for a switch, both flags: `--pack/--no-pack`
     shown: str  # Default shown in the help, if it differs from the field's default
-    least: int  # smallest allowed number
-    most: int  # largest allowed number
+    least: int  # Smallest allowed number
+    most: int  # Largest allowed number
     call_only: CallOnly
     """Reason why a defaults file, which may belong to an untrusted model, must not set the option: the option is
     `dangerous`, or names what is `read` or `written`."""
@@ -120,9 +120,9 @@ def alternatives(hint: object) -> tuple[type, ...]:
 
 
 def takes(kind: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Let a function take the options of a request as keywords, and receive the request as the keyword `request`.
+    """Decorate a function with a parameter `request`: callers can pass the options of the request as keywords instead.
 
-    The command line passes the request itself. The function's signature and docstring list the options.
+    The options are added to the function's signature and docstring.
     """
 
     def extend(function: Callable[..., R]) -> Callable[..., R]:
@@ -208,7 +208,7 @@ def layer_list(what: str, value: object) -> list[int | str] | None:
 
 
 def head(value: object) -> tuple[int | str, int]:
-    """Parse (3, 7), `3.7` or `decoder.3.7` as (layer, head); `decoder.3` is a string. Raise UsageError otherwise."""
+    """Parse (3, 7), `3.7` or `decoder.3.7` as (layer, head), with layer 3 or "decoder.3"; else raise UsageError."""
     named = isinstance(value, tuple) and isinstance(value[0], str) and not value[0].isdecimal()
     written = ".".join(map(str, value)) if named and isinstance(value, tuple) else value
     match = (

@@ -13,7 +13,7 @@ from attnlens.requests.run_options import Feeding, is_recorded
 
 
 def settings(request: Feeding) -> Settings:
-    """Return a report's settings; changed options that `Settings` lacks go to `options` if reports record them."""
+    """Return the settings that reports record; changed options without a field in `Settings` are added to `options`."""
     later = ("text", "calibration", "analyzers", "select", "device", "dtype")  # set after the model is loaded
     fields = type(request).model_fields
     known = {name: getattr(request, name) for name in Settings.model_fields if name in fields and name not in later}
@@ -30,8 +30,8 @@ def choose_analyzers(
 ) -> tuple[list[Analyzer | Gathering], Settings]:
     """Return the analyzers to run, and the settings with the analyzers' names and the selection rule.
 
-    If `adapted`, the model has an adapter, and the analyzers that compare it with the base model run too. Raise
-    UsageError for unknown names, and for a source, `select` or `show` that the analyzers do not support.
+    If `adapted`, add the analyzers that compare an adapted model with its base model. Raise UsageError for unknown
+    names, and for a source, `select` or `show` that the analyzers do not support.
     """
     if show == ATTENTION and requested.source == "weights":
         problem = "With source=weights no text is read, so there is no attention to show."

@@ -31,7 +31,7 @@ new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")  
 
 
 def is_recorded(field: FieldInfo) -> bool:
-    """Return True if reports record an option. Dangerous ones, files, outputs and ways to compute units are omitted."""
+    """Return False for options that reports omit: dangerous options, files, outputs and parallel work; else True."""
     about = details(field)
     return not about.get("call_only") and about.get("panel") not in (OUTPUT, WORK)
 
@@ -230,7 +230,7 @@ class Feeding(Loading):
         python_only=True,
     )
     length: Whole | None = input_option("Tokens per window.", least=2, shown=f"{LENGTH}, or the model's limit if lower")
-    windows: Whole = input_option(f"{WINDOWS_HELP} Quadrupling it halves the standard errors.", WINDOWS, least=1)
+    windows: Whole = input_option(f"{WINDOWS_HELP} Four times as many halve the standard errors.", WINDOWS, least=1)
     batch_size: Whole = work_option("Number of sequences per forward pass.", 8, least=1)
     pack: bool = input_option(
         "--pack: cut text into windows. --no-pack: read each line as one sequence.", True, flag="--pack/--no-pack"

@@ -57,7 +57,7 @@ class Amount:
 
     @classmethod
     def of(cls, value: object) -> Amount:
-        """Parse 200, "200", "2Mtok" or "30min"; keep an Amount. Raise UsageError for anything else, and for 0."""
+        """Parse 200, "200", "2Mtok" or "30min"; return an Amount unchanged. Raise UsageError for other values and 0."""
         if isinstance(value, cls):
             return value
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
@@ -214,7 +214,7 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
 
 
 def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, RanksRequest]:
-    """Return [kernel], plan (or None) and completed request of `find_ranks`. Raise UsageError for contradictions."""
+    """Return a list of the kernel, the plan or None, and the completed request. Raise UsageError for contradictions."""
     plan, request = _read_plan(request)
     return _parse_kernels([_unlimited(request.latents if plan is None else plan.form)], request), plan, request
 
@@ -222,7 +222,7 @@ def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, Rank
 def heal_kernels(
     kernel: str | Sequence[str] | None, request: HealRequest
 ) -> tuple[list[Kernel], Plan | None, HealRequest]:
-    """Return [kernel], plan (or None) and completed request of `heal`. Raise UsageError for contradictions."""
+    """Return a list of the kernel, the plan or None, and the completed request. Raise UsageError for contradictions."""
     plan, request = _read_plan(request)
     spellings = list(dict.fromkeys(words("kernel", (BUDGETED if plan else KERNEL) if kernel is None else kernel)))
     if len(spellings) != 1:
@@ -314,5 +314,5 @@ def _read_plan(request: R) -> tuple[Plan | None, R]:
 
 
 def _unlimited(form: str | None) -> str:
-    """Return the spelling of the kernel `rank` that keeps all dimensions; it is used until ranks are chosen."""
+    """Return the spelling of the kernel `rank` without a limit on the rank, used until ranks are chosen."""
     return f"{BUDGETED}:{MOST_DIRECTIONS}" + (f",{form}" if form else "")
