@@ -116,7 +116,7 @@ def path(what: str, value: object) -> str:
 
 
 def names_report(name: str) -> bool:
-    """Return True if `name` means a report: a `.json` path, an open file (`/dev/stdin`), or any file but a model."""
+    """Return True if `name` refers to a report: a `.json` path, an open file (/dev/stdin), or any file but a model."""
     is_file = os.path.isfile(name) and not name.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
     return is_file or name.endswith(".json") or name.startswith(OPEN_FILES)
 
@@ -140,7 +140,7 @@ def selection_share(select: object) -> float | None:
 
 
 def listed_numbers(name: str, words: str) -> set[int]:
-    """Parse a list of numbers such as `0-3,7`. Raise a UsageError that mentions `name` for anything else."""
+    """Parse a list of numbers such as `0-3,7`, given for the option `name`. Raise UsageError for anything else."""
     numbers: set[int] = set()
     for word in words.split(","):
         ends = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", word.strip())
@@ -154,9 +154,9 @@ def listed_numbers(name: str, words: str) -> set[int]:
 
 
 def listed_layers(name: str, words: str) -> list[int | str]:
-    """Parse a list of layers such as `0-3,7` or `decoder.0-3,cross.1`; layers with a part stay strings (`decoder.0`).
+    """Parse a list of layers such as `0-3,7` or `decoder.0-3,cross.1`, given for the option `name`.
 
-    Raise a UsageError that mentions `name` for anything else.
+    Layers with a part are returned as strings (`decoder.0`). Raise UsageError for anything else.
     """
     if "." not in words:
         return sorted(listed_numbers(name, words))

@@ -58,7 +58,7 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on one subject: the heads that the rule covers, an aggregate of their values, and a bound on it."""
+    """A rule, which selects heads, aggregates their values of one subject, and compares the aggregate with a bound."""
 
     aggregate: str  # a member of WHOLE, `share`, or a quantile such as `q05`
     comparison: Criterion  # comparison of the aggregate with a bound
@@ -216,7 +216,7 @@ def _parse_entries(table: Mapping[str, object], before: str = "") -> Iterator[Ru
 def read_rules(path: Path, *, named: bool = True) -> list[Rule]:
     """Read the rules in the table [check] or [tool.attnlens.check] of a TOML file.
 
-    Raise UsageError if a rule is invalid. If `named` (the user named the file), also raise it if there are no rules.
+    Raise UsageError if a rule is invalid or, if `named` (by the user), if the file contains no rules.
     """
     remedy = f"Give a TOML file with a table [check] that contains, e.g., {EXAMPLE}."
     table = read_toml(path, TABLES, remedy)

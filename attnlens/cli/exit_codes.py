@@ -14,6 +14,6 @@ READER_LEFT = 141  # Exit code (that of SIGPIPE) if the reader of stdout closes 
 
 
 def leave(_signal: int = signal.SIGINT, _frame: object = None) -> None:
-    """Exit at once with the code INTERRUPTED; at this stage nothing needs cleaning up."""
+    """Exit at once with the code INTERRUPTED, without cleaning up."""
     os.write(2, b"Interrupted.\n")
     os._exit(INTERRUPTED)

@@ -1,4 +1,4 @@
-"""Resolve a command's model, inputs and outputs, run its work with progress, and deliver its report."""
+"""Check the model, inputs and outputs of a command, run the command with progress, and deliver the report."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ TEXT_REMEDY = "Give a plain text file in UTF-8."
 
 
 def find_inputs(options: Mapping[str, Any], models: Sequence[str]) -> dict[str, str]:
-    """Map the real path of each input to its description. Raise AttnlensError if an input can't be read."""
+    """Return a description of each input, keyed by real path. Raise AttnlensError if an input can't be read."""
     inputs: dict[str, str] = {}
     for option in TEXT_OPTIONS:
         named = options.get(option) or ()

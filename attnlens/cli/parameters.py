@@ -86,7 +86,7 @@ def _parameter(name: str, kind: object, declared: object, default: object) -> Pa
 
 
 def _add_default(help: str, shown: object) -> str:  # noqa: A002
-    """Add the default to a help text; typer itself would show it in parentheses."""
+    """Append `[default: …]` to a help text if `shown` is a string."""
     return f"{help} [default: {shown}]" if isinstance(shown, str) else help
 
 

@@ -16,7 +16,7 @@ GROUPS: dict[str, dict[str, str]] = {  # Commands by purpose, each with the ques
         "inspect": "What does each head compute, and which results exceed chance?",
         "compare": "What changed between two models, and in which heads?",
         "check": "Does a model pass rules and match a baseline? (for CI)",
-        "doctor": "Does attnlens read the model correctly? Are backends and masks right?",
+        "doctor": "Does attnlens read the model correctly? Are backends and masks correct?",
     },
     "Change": {
         "swap-kernel": "How much worse does the model get with another attention kernel?",

@@ -264,7 +264,7 @@ def _announce_long(show: Callable[[str, int, int, Pace], None], options: Collect
 def _format_time_left(stage: str, seconds: Sequence[float], *, exact: bool = False) -> str:
     """Format a forecast: `about 6 minutes left`, or `0:05:48 left` if `exact`.
 
-    The longest estimate is printed for a stage that may end earlier.
+    For the stage BOUNDED, which can end early, use the longest estimate.
     """
     number = max(seconds) if stage == BOUNDED else seconds[0]
     if exact:

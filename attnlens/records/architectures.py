@@ -1,4 +1,4 @@
-"""Table of transformers' model types, with the support for each as measured by benchmarks/sweep.py."""
+"""Table of the support for transformers' model types, measured by benchmarks/sweep.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Architecture(NamedTuple):
 
 
 def architectures() -> tuple[str, list[Architecture]]:
-    """Return the table's first line, which names the versions of the libraries used to measure it, and its rows."""
+    """Return the table's first line (versions of the libraries) and its rows."""
     with TABLE.open(encoding="utf-8", newline="") as file:
         measured = file.readline().removeprefix("# ").strip()
         return measured, [Architecture(*(row[name] for name in Architecture._fields)) for row in csv.DictReader(file)]

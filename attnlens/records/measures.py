@@ -220,7 +220,7 @@ class Coverage(Record):
 
 
 class Pick(Record):
-    """One query of a selection problem, and the tokens that its head selects."""
+    """One query of a selection problem, and the tokens that the head selects for this query."""
 
     sequence: Count  # Index of the sequence among the inputs, from 0
     query: Count  # Position of the query among its sequence's tokens

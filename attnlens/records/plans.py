@@ -80,7 +80,7 @@ class FormTried(Record):
 
 
 class PlanStep(Record):
-    """One of the nested plans that the search measured."""
+    """A candidate plan that the search measured."""
 
     mean_rank: Number  # Rank per key head, mean over query heads
     predicted: Number  # Rise predicted by the sum of the latents' sensitivities, as a share of the loss or perplexity

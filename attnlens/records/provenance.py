@@ -218,7 +218,7 @@ def convert_plan(plan: object) -> object:
 
 
 def convert_settings_in(record: Fields) -> dict[str, object]:
-    """Return a copy of a record of version 1 in which the settings have their names of version 2."""
+    """Return a copy of a version-1 record, with the settings renamed as in version 2."""
     settings = record.get("settings")
     if not isinstance(settings, Mapping):
         return {**record}

@@ -144,7 +144,7 @@ class SiteCheck(Record):
 
 
 class Sight(Record):
-    """An output that depends on the wrong tokens, or that differs from a pass without cache (`doctor`)."""
+    """An output that depends on the wrong tokens, or that differs from the output without a cache (`doctor`)."""
 
     kind: Literal["sees", "misses", "differs"]
     """sees: the mask hides the token, but the output depends on it; misses: the mask shows the token, but the output

@@ -95,7 +95,7 @@ class Experiment(Record):
         return next((curve for curve in self.curves.values() if curve.null_of == name), None)
 
     def judge(self) -> Experiment:
-        """Return a copy of the experiment with `passed`: True if all tested figures agree; None if none is tested."""
+        """Return a copy of the experiment with `passed` set: True if all tested figures agree, None without any."""
         verdicts = [met for figure in self.published or {} if (met := self.meets(figure)) is not None]
         return self.model_copy(update={"passed": all(verdicts) if verdicts else None})
 
@@ -160,7 +160,7 @@ class StudyCell(Record):
 
     @property
     def problem(self) -> str | None:
-        """Reason why the cell has no mean; None if it has one."""
+        """Reason why the mean is missing; None if it exists."""
         failed = [run.problem for run in self.runs if run.problem]
         return f"{len(failed)} of {len(self.runs)} runs did not converge: {failed[0]}" if failed else None
 

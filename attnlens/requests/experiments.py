@@ -30,7 +30,7 @@ def _series(_name: str, value: object) -> tuple[str, str]:
 
 
 class StudyRequest(EngineRequest):
-    """Options of a study: how its models are built and trained, and on what data."""
+    """Options of a study: models, training and data."""
 
     scale: Literal["tiny", "small", "paper"] = option(
         "Size of models and data: `tiny` (minutes on two cores), `small` (an hour on a GPU) or `paper` (as published).",

@@ -75,7 +75,7 @@ CALIBRATION = "Text for {} (calibration); repeatable. Default: windows of --text
 
 
 class KernelRequest(ModelRequest):
-    """Options of the three commands that replace a kernel: where to replace it, and what to measure."""
+    """Common options of `swap-kernel`, `ranks` and `heal`."""
 
     part: Part | None = option(
         "Change attention only in this part: `encoder`, `decoder` or `cross` (cross-attention); in models with "
@@ -163,8 +163,8 @@ class HealRequest(KeptRequest, KernelRequest):
         shown=str(STEPS),
     )
     learn: HealingGoal = option(
-        "Imitate the original (`teacher`) or predict the text (`text`). With `text`, masked models learn to predict "
-        "the masked tokens, and other models the next token.",
+        "Imitate the original model (`teacher`) or predict the text (`text`). With `text`, masked models learn to "
+        "predict the masked tokens, and other models the next token.",
         "teacher",
         metavar="GOAL",
         noun="--learn",
@@ -214,7 +214,7 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
 
 
 def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, RanksRequest]:
-    """Return a list of the kernel, the plan or None, and the completed request. Raise UsageError for contradictions."""
+    """Return the kernel as a list, the plan or None, and the completed request. Raise UsageError for contradictions."""
     plan, request = _read_plan(request)
     return _parse_kernels([_unlimited(request.latents if plan is None else plan.form)], request), plan, request
 
@@ -222,7 +222,7 @@ def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, Rank
 def heal_kernels(
     kernel: str | Sequence[str] | None, request: HealRequest
 ) -> tuple[list[Kernel], Plan | None, HealRequest]:
-    """Return a list of the kernel, the plan or None, and the completed request. Raise UsageError for contradictions."""
+    """Return the kernel as a list, the plan or None, and the completed request. Raise UsageError for contradictions."""
     plan, request = _read_plan(request)
     spellings = list(dict.fromkeys(words("kernel", (BUDGETED if plan else KERNEL) if kernel is None else kernel)))
     if len(spellings) != 1:
@@ -250,7 +250,7 @@ def heal_kernels(
 
 
 def reads_calibration(kernels: Sequence[Kernel], fit: bool) -> bool:
-    """Return True if at least one kernel is fitted to calibration text, given the option `fit`."""
+    """Return True if any kernel is fitted to calibration text; `fit` is the value of --fit."""
     return any(kernel.fits and kernel.fit_reads and (kernel.needs_fit or fit) for kernel in kernels)
 
 

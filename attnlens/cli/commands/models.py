@@ -71,7 +71,7 @@ def compare(context: typer.Context) -> None:
 UNUSED = ("batch_size", "placement", "intervals", "allow_foreign_text")  # Options without effect on `doctor`
 
 
-JUNIT = opt.output("--junit", "Write a JUnit XML file: a test case per site, per backend, and per mask of a backend.")
+JUNIT = opt.output("--junit", "Write a JUnit XML file with one test case per site, backend and mask.")
 STRICT = opt.option("--strict", bool, "Exit with code 3 if anything requested was not checked.")
 
 
