@@ -42,7 +42,7 @@ class Conventions(Record):
     content–position: products of contents and positions; unknown: the weights of a site can't be read."""
     qk_norm: bool  # True if queries and keys are normalised per token; weights.* omit each token's factor
     bias: Literal["excluded", "none"]  # excluded: biases exist; weights.* omit them, tokens.* include them
-    scale: Literal["included"] = "included"  # weights.* include the scale as the model applies it
+    scale: Literal["included"] = "included"  # weights.* include the model's scale of the scores
     notes: list[str] = []  # Facts that readers of the measures must know, one sentence each
 
 

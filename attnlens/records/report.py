@@ -125,7 +125,7 @@ class Summary(Record):
 
 
 class SiteCheck(Record):
-    """Result of checking that attnlens computes one site exactly as the model does (`doctor`)."""
+    """Result of comparing the attention that attnlens computes at one site with the model's own (`doctor`)."""
 
     site: str
     part: Part

@@ -144,7 +144,7 @@ class CheckRequest(Request):
         call_only="read",
     )
     rule: Words = option(
-        "Check this rule, e.g. `tokens.entropy: min > 0.05`; repeatable. Default rule files are then ignored.",
+        "Check this rule, e.g. `tokens.entropy: min > 0.05`; repeatable. If given, default rule files are ignored.",
         (),
         metavar="RULE",
         call_only="read",
@@ -230,7 +230,9 @@ class Feeding(Loading):
         python_only=True,
     )
     length: Whole | None = input_option("Tokens per window.", least=2, shown=f"{LENGTH}, or the model's limit if lower")
-    windows: Whole = input_option(f"{WINDOWS_HELP} Four times as many halve the standard errors.", WINDOWS, least=1)
+    windows: Whole = input_option(
+        f"{WINDOWS_HELP} Reading four times as many halves the standard errors.", WINDOWS, least=1
+    )
     batch_size: Whole = work_option("Number of sequences per forward pass.", 8, least=1)
     pack: bool = input_option(
         "--pack: cut text into windows. --no-pack: read each line as one sequence.", True, flag="--pack/--no-pack"
@@ -276,9 +278,7 @@ class ModelRequest(Feeding):
 class SeriesRequest(ModelRequest):
     """Options that select what to analyse in a model, or in each checkpoint of a series."""
 
-    source: Sources = option(
-        "What to analyse: `weights` (reads no text), `tokens` or `both`.", "both", metavar="SOURCE"
-    )
+    source: Sources = option("Analyse `weights` (reads no text), `tokens` or `both`.", "both", metavar="SOURCE")
     analyzers: fields.AnalyzerNames = option(
         "Run only this analyzer; repeatable. `attnlens list analyzers` shows all.",
         (),

@@ -71,7 +71,7 @@ class Amount:
         return cls(number, unit)
 
 
-CALIBRATION = "Text for {} (calibration); repeatable. Default: windows of --text that are not used for evaluation."
+CALIBRATION = "Calibration text for {}; repeatable. Default: windows of --text that are not used for evaluation."
 
 
 class KernelRequest(ModelRequest):
@@ -140,8 +140,8 @@ class RanksRequest(KeptRequest, KernelRequest):
     )
     latents: LatentForm | None = option(
         "Form of the compressed keys (latents): `group=N|all` (key heads per latent), `rotation=before|after` (keys "
-        "before or after RoPE), `metric=attention|output` (errors of the scores weighted by the attention weights, or "
-        "also by their effect on the predictions); join with commas.",
+        "before or after RoPE), `metric=attention|output` (weight the errors of scores by the attention weights, or "
+        "also by the effect of the scores on the predictions); join with commas.",
         metavar="FORM",
         shown="the best form on calibration text",
     )
@@ -182,7 +182,7 @@ class HealRequest(KeptRequest, KernelRequest):
     checkpointing: bool = keyword("Recompute activations in the backward pass, to save memory.", False)
     eta: float | None = keyword(
         f"Weight of the KSVD regulariser of the kernel `primal` (default: {ETA}, as in the published code for language "
-        "modelling, which uses 0.01 for Long Range Arena).",
+        "modelling; for Long Range Arena, that code uses 0.01).",
         least=0,
     )
     ksvd_convention: Convention = keyword("KSVD objective: as in the `paper`, or as in its published `code`.", "paper")

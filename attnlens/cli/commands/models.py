@@ -128,7 +128,7 @@ def backend_failure(report: Report) -> IdentityError:
         if each.verdict == "differs":
             failed.append(f"{each.backend} ({', '.join(masks) or 'outputs'})")
     problem = f"Attention backends or masks of {report.model.id} are wrong: {join_items(failed)}."
-    return IdentityError(problem, "Use a backend that agrees, or correct the mask; --table shows every fault.")
+    return IdentityError(problem, "Use another backend, or correct the mask; --table shows all faults.")
 
 
 def _kernel_option(more: str) -> opt.Parameters:

@@ -133,7 +133,7 @@ def refuse_other(kind: str, context: typer.Context, kinds: Mapping[str, set[str]
 EXPERIMENTS = opt.argument(
     "experiments",
     f"`{CLAIMS}`: rerun small experiments and compare the results with reference values. "
-    f"{', '.join(f'`{name}`' for name in STUDIES)}: train the models of one table. `all`: train those of all tables.",
+    f"{', '.join(f'`{name}`' for name in STUDIES)}: train the models of this table. `all`: train all of these models.",
     default=CLAIMS,
     metavar="TABLE",
 )
