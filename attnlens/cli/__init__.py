@@ -16,7 +16,7 @@ from attnlens.cli.exit_codes import leave
 
 
 def main() -> None:
-    """Run the program, and exit with the documented exit code."""
+    """Run the program and exit."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise the caller ignores or handles it
         signal.signal(signal.SIGINT, leave)
     gc.disable()  # until the work begins: imported objects stay alive

@@ -88,7 +88,7 @@ class PlanStep(Record):
 
 
 class Plan(Record):
-    """Ranks chosen so that the estimated rise in loss or perplexity is within the budget, or read from a plan."""
+    """Ranks that are chosen so that the estimated rise is within the budget, or that are read from a file."""
 
     schema_version: Literal["2"] = "2"
     tool: Tool

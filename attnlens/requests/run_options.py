@@ -276,7 +276,7 @@ class ModelRequest(Feeding):
 
 
 class SeriesRequest(ModelRequest):
-    """Options that select what to analyse in a model, or in each checkpoint of a series."""
+    """Options that select the analyses of a model, or of each checkpoint in a series."""
 
     source: Sources = option("Analyse `weights` (reads no text), `tokens` or `both`.", "both", metavar="SOURCE")
     analyzers: fields.AnalyzerNames = option(
