@@ -256,7 +256,7 @@ class Tolerance:
         return f"±{100 * self.relative:g} %" + (f", ±{self.absolute:g}" if self.absolute else "")
 
     def of(self, info: MeasureInfo) -> Tolerance:
-        """Return the tolerance for a measure; `absolute` defaults to `relative` times the measure's range (0 if unbounded)."""
+        """Return the tolerance for a measure; `absolute` defaults to `relative` times the range (0 if unbounded)."""
         width = 0.0 if info.low is None or info.high is None else info.high - info.low
         return self if self.absolute is not None else replace(self, absolute=self.relative * width)
 
