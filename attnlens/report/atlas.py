@@ -189,7 +189,7 @@ def quantiles(values: Sequence[float]) -> list[float]:
 
 
 def depths(report: Report) -> dict[int, Third]:
-    """Map each layer to a third of its part's layers (`first`, …), or to `all` if only some layers were requested."""
+    """Map each layer to `first`, `middle` or `last` third of its part, or to `all` if layers were selected."""
     if report.settings.layers is not None:
         return {head.layer: "all" for head in report.heads}
     thirds: dict[int, Third] = {}

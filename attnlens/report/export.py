@@ -104,7 +104,7 @@ def _plan(report: Report) -> str:
 
 
 def build_page(report: Report) -> str:
-    """Build the HTML page of a report. Raise UsageError if the page needs an overview that cannot be drawn."""
+    """Build the HTML page of a report. Raise UsageError if the overview cannot be drawn."""
     from attnlens.report.render.html import html
 
     shapes = Shapes(report)

@@ -147,7 +147,7 @@ class Shapes:
         """Sets of non-negative measures that sum to 1 in each head: name of the set → names of the measures.
 
         Measures that belong to no set of the registry are grouped by the stem of their names (`other.share_…`). Sets
-        that more heads have come first, then sets of more measures.
+        are sorted by the number of heads that have them, then by their number of measures, both descending.
         """
         sets: dict[str, list[str]] = {}
         for name in (name for name in self.report.measure_names() if name in self.readings):
@@ -231,7 +231,7 @@ def _informativeness(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool,
 
 
 def _numbers(present: Iterable[int], expected: int, fill: bool) -> tuple[int, ...]:
-    """Sort the numbers; if `fill`, start at 0, fill gaps and reach `expected` numbers, up to MOST_FILLED in all."""
+    """Sort the numbers; if `fill`, include all from 0 on (at least `expected`), unless more than MOST_FILLED."""
     numbers = sorted(set(present))
     size = max([expected, *(number + 1 for number in numbers)])
     return tuple(range(size)) if fill and numbers and size <= MOST_FILLED else tuple(numbers)

@@ -43,7 +43,7 @@ def find(shapes: Shapes) -> list[Finding]:
 
 
 def next_commands(shapes: Shapes) -> list[str]:
-    """Return at most COMMANDS commands to run next, and one that shows more of a saved report."""
+    """Return at most COMMANDS commands to run next, and a command that shows more of the report if it was saved."""
     commands = list(dict.fromkeys(KINDS[shapes.report.kind][1](shapes)))[:COMMANDS]
     written, options = shapes.written, show_again(shapes)
     if written is not None and written.report is not None and not written.shown and options:

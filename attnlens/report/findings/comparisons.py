@@ -234,7 +234,7 @@ DISTANCES = {OWN_ROWS: "own KL {} nats", FORMS: "‖ΔM‖/‖M‖ {}", ROWS: "K
 
 
 def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChange]:
-    """Return the changed heads' rows for the first of DISTANCES that is not 0 in all of them, largest first."""
+    """Return the changed heads' rows for the first of DISTANCES with a positive value, largest first."""
     for measure in DISTANCES:
         rows = [row for row in comparison.rows if row.measure == measure and row.delta]
         named = _places(row for row in rows if row.named)

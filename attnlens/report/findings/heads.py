@@ -41,7 +41,7 @@ SHARES = {  # Share of the variance of the scores → name of this part, and an 
 }
 LEVEL = 0.02
 """False-discovery rate. It is below 5 % because the measures of small random heads (head_dim 8) have heavier tails than
-Student's t: at 0.05, 9 % of runs on random weights would report a head."""
+Student's t: at 0.05, 9 % of runs on random weights would report a difference."""
 ADAPTED = "adapter.change"  # Relative change of M by an adapter
 FEW_DECIDED = 0.1  # Share of queries with one dominant key below which the SVM describes few of a head's queries
 HALF = 0.5  # Threshold for tokens.*: half of the entropy's range, of the variance, or of the weight
@@ -342,7 +342,7 @@ def _null_decimals(mean: float, sd: float) -> int:
 
 
 def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
-    """Name the heads in brackets or, if there are many, the exceptions or the layers with the largest shares of them.
+    """Name the heads in brackets; if there are many, name the exceptions or the layers with the largest shares.
 
     Return "" if there is nothing to name.
     """

@@ -114,7 +114,7 @@ def _cheapest(swaps: list[Swap], method: str) -> Finding:
 
 
 def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None:
-    """State the size of the cache in bytes per token or, if the cache shrinks, in numbers per head and window."""
+    """State the size of the cache in bytes per token or, if it shrinks, in numbers per head; else return None."""
     swapped = f"the {coverage.heads} swapped heads of the model's {coverage.model_heads}"
     scope = "all heads of the model" if coverage.heads == coverage.model_heads else swapped
     if (cache := swap.cache_bytes_per_token) is not None:
@@ -347,7 +347,7 @@ def _is_exhausted(plan: Plan) -> bool:
 
 
 def plan_file(written: Written) -> str | None:
-    """Return the plan or the report to which a command wrote the ranks; None if it wrote neither."""
+    """Return the file, a plan or a report, to which a command wrote the ranks; None without a file."""
     return written.plan or written.report
 
 

@@ -1,4 +1,4 @@
-"""Findings of `doctor`, experiments and studies: is the model read exactly, and are published results reproduced?
+"""Findings of `doctor`, experiments and studies: agreement with the model and with published results.
 
 A site agrees if the error of its attention is at most the tolerance of `doctor`, or if the model's own rounding
 explains the error. A value is reproduced if it lies within the tolerance of its reference.
@@ -27,7 +27,7 @@ MOST_SERIES = 4  # Maximum number of measures of a series of checkpoints that ar
 
 
 def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield findings on the sites whose recomputed attention agrees with the model's, and on backends and masks."""
+    """Yield findings on whether the recomputed attention agrees with the model's, and on backends and masks."""
     sites = shapes.report.doctor
     differing = [check for check in sites if check.verdict == "differs"]
     unchecked = [check for check in sites if check.verdict in ("not checked", "partly checked")]
@@ -127,7 +127,7 @@ def _describe_error(check: BackendCheck, name: Names) -> str:
 
 
 def _describe_mask(mask: MaskCheck, name: Names) -> str:
-    """Describe the first fault of a mask, with the number of all faults; without faults, the reason or the error."""
+    """Describe the first fault of a mask and the number of faults; without faults, state the reason or the error."""
     if not mask.faults:
         error = "not finite" if mask.error is None else f"off by {mask.error:.0e}"
         return mask.reason or f"the outputs are {error}"
@@ -217,7 +217,7 @@ def _final_cosines(experiment: Experiment) -> dict[str, float | None]:
 
 
 def _verdict(experiment: Experiment) -> str:
-    """Return `Yes` if gradient descent reached the SVM from all starts, `Not yet` if the cosine rises, else `No`."""
+    """Return `Yes` if gradient descent always reached the SVM, `Not yet` if the cosine still rises, otherwise `No`."""
     ends = {name: value for name, value in _final_cosines(experiment).items() if value is not None}
     left = [name for name, value in ends.items() if value <= REACHED]
     if ends and not left:

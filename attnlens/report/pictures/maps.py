@@ -84,7 +84,7 @@ def _caption(shapes: Shapes, info: MeasureInfo, lines: Sequence[str]) -> str:
 
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:
-    """Describe the black lines among the curves in one line; return "" for several parts, which have a legend."""
+    """Describe the median and quartile lines; return "" if the model has several parts, because these have a legend."""
     first, *others = groups_by_part(shapes, name)
     heads, steps = first.complete.shape
     some = f"black: median, quartiles of {heads} of {len(first.curves)} heads, ≥ {steps} steps"
@@ -171,7 +171,7 @@ def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) ->
 
 
 def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) -> None:
-    """Draw the map of a measure; if `numbers`, write the values into the cells as far as they fit."""
+    """Draw the map of a measure; if `numbers`, write the values into the cells if all of them fit."""
     colours = scale(reading)
     grid = HeadGrid(reading.values, shapes.layers, shapes.heads, shapes.parts)
     bar = charts.heat_map(axes, grid, colours)
@@ -204,7 +204,7 @@ def _fit_numbers(reading: MeasureMap) -> dict[tuple[int, int], str]:
 
 
 def scale(reading: MeasureMap) -> Colours:
-    """Choose colours and norm of a map, diverging from 0 if values can be negative, and the colour bar's arrows."""
+    """Choose a map's colours (diverging from 0 if values can be negative), norm, and colour-bar arrows."""
     if reading.labels:
         highest = max(max(reading.labels), len(reading.info.labels) - 1)
         colours = [style.CATEGORIES[number % len(style.CATEGORIES)] for number in range(highest + 1)]

@@ -201,7 +201,7 @@ def _stages_panel(swap: Swap) -> Panel:
 
 
 def draw_stages(axes: Axes, swap: Swap) -> None:
-    """Draw the loss or, if unknown, the distance of the original, of each stage and, in grey, of each control."""
+    """Draw the loss (or, without a loss, a distance) of the original, the stages and the controls."""
     lossy, controls = swap.judged_by == "loss", _drawn_controls(swap)
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     original = (losses[0].before if losses else None) if lossy else 0.0

@@ -55,7 +55,7 @@ def is_file(target: Path) -> bool:
 
 
 def file_names(stems: Iterable[str]) -> list[str]:
-    """Make unique file names without suffixes; characters that are unsafe in file names become `_`."""
+    """Turn names into unique file names without suffixes; unsafe characters become `_`."""
     taken: set[str] = set()
     names = []
     for name in stems:

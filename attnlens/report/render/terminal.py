@@ -45,7 +45,7 @@ class _Page(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console with the width from COLUMNS or, if COLUMNS is 0 or not set, of the terminal (else 100)."""
+    """Return a console with width COLUMNS or, if COLUMNS is 0 or unset, with the terminal's width (100 in a pipe)."""
     stream = sys.stderr if stderr else sys.stdout
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdecimal() else 0

@@ -98,7 +98,7 @@ def _task_lines(study: StudyTable, task: StudyColumn, cells: list[StudyCell]) ->
 
 
 def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
-    """Yield sentences on the agreement of the order of cells with the published order."""
+    """Yield sentences that compare the order of the cells with the published order."""
     for order in (order for order in study.orderings if order.task == task.name):
         total = order.agree + order.disagree + order.undecided
         yield clean(
@@ -221,7 +221,7 @@ def effect_sizes(comparison: Comparison) -> dict[str, float]:
 
 @section(20, "comparison")
 def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield changes of predictions and heads, and detection limits or, if heads do not correspond, distributions."""
+    """Yield changes of predictions and heads, and detection limits; if heads do not correspond, distributions only."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101
     if comparison.shifts:
@@ -257,7 +257,7 @@ def _prediction_section(comparison: Comparison) -> Iterator[Section]:
 
 
 def _head_sections(report: Report, comparison: Comparison, most: int | None) -> Iterator[Section]:
-    """Yield a table of the changed heads, the largest changes first, with at most `most` heads unless None."""
+    """Yield a table of the changed heads, largest changes first; `most` limits their number unless it is None."""
     by_head: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for change in comparison.rows:
         by_head[change.layer, change.head][change.measure] = change

@@ -47,7 +47,7 @@ def heads_of(experiment: Experiment) -> int:
 
 
 def measures_of(experiment: Experiment) -> list[str]:
-    """List the measures of a series in display order: main measures first, then the others, with sources in turn."""
+    """List the measures of a series in display order: main measures, then the others, alternating between sources."""
     names = [name for name, curve in experiment.curves.items() if curve.null_of is None]
     main = sorted((name for name in names if _place(name) < math.inf), key=_place)
     return [*main, *alternate_sources(name for name in names if name not in main)]

@@ -26,7 +26,7 @@ def title(report: Report) -> str:
 
 
 def standing(report: Report) -> tuple[str, bool]:
-    """Return a sentence on coverage, studies or experiments, and True if nothing is missing or failed."""
+    """Return a sentence on coverage, studies or experiments, and True if nothing is missing and nothing failed."""
     if report.studies:
         cells = [cell for study in report.studies for cell in study.cells]
         failed = [cell for cell in cells if cell.problem]
@@ -75,7 +75,7 @@ def no_errors(report: Report) -> str:
 def population(report: Report, counted: str = "") -> str:
     """State the population to which the standard errors apply; return "" if no text or file was read.
 
-    `counted` is the unit with equal weight, by default the window or line.
+    `counted` names the units that have equal weight; the default is the window or line.
     """
     settings, texts, unit = report.settings, _texts_in_windows(report), _unit(report)
     if not texts:

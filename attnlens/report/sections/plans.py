@@ -20,7 +20,7 @@ SAVED = {  # Field of a plan with a cost that the plan changes → description
 }
 RANK = "rank: one per key head, shared by all query heads that use the key head."
 LATENT = "Latents: numbers cached per token instead of a site's keys."
-ESTIMATED = "Estimated: on the calibration text used to choose the ranks, so it is biased."
+ESTIMATED = "Estimated: on the calibration text used to choose the ranks, so the estimate is biased."
 PROMISED = (
     "Predicted: on calibration text used neither to fit nor to choose ranks. The rise over {population} lies within "
     "the interval in 95 % of such runs, and above the interval in 2.5 %."

@@ -190,7 +190,7 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
 
 
 def _folded_table(rows: Sequence[Mapping[str, str]], numbers: Collection[str] = ()) -> Table | None:
-    """Build a table with wrapped cells of words, or of numbers in the columns `numbers`; return None without rows."""
+    """Build a table with wrapped cells, aligned left except for the columns `numbers`; return None without rows."""
     titles = {title for row in rows for title in row}
     return build_table(rows, NAMED, titles - {*numbers}, fit="folded")
 
@@ -200,7 +200,7 @@ def _join_lines(first: str, *others: str) -> str:
 
 
 def describe_fit(info: KernelInfo) -> str:
-    """Describe a kernel's fit, from the docstring of its class, and whether the fit is required; "" without a fit."""
+    """Describe a kernel's fit by the docstring of its class, and whether it is required; return "" without a fit."""
     if info.fit is None:
         return ""
     first = (info.fit.__doc__ or "").partition("\n")[0].partition(":")[0]
@@ -251,7 +251,7 @@ IDENTIFIED = {
 
 
 def measure_pages() -> dict[str, Section]:
-    """Build the pages of all measures, of all curves, and of all distances between two models, keyed by name."""
+    """Build the pages of all measures, curves, and distances between two models, keyed by name."""
     analyzers = sorted(list_analyzers(), key=lambda analyzer: not analyzer.by_default)
     pages = {info.name: _measure_section(info, analyzer) for analyzer in analyzers for info in analyzer.measures}
     compared = {"tokens": BETWEEN_ROWS, "weights": BETWEEN_FORMS}
@@ -289,7 +289,9 @@ def explanation(name: str) -> Section:
         raise UsageError(f"{name!r} is the name of several measures.", f"Name one of them: {', '.join(ends)}.")
     measures = [info.name for analyzer in list_analyzers() if analyzer.name == word for info in analyzer.measures]
     if measures:
-        raise UsageError(f"{name!r} is an analyzer.", f"Name one of its measures: {', '.join(measures)}.")
+        raise UsageError(
+            f"{name!r} is an analyzer, not a measure.", f"Name one of its measures: {', '.join(measures)}."
+        )
     near = get_close_matches(word, [*pages, *(full.rpartition(".")[2] for full in pages), *SYNONYMS, *TERMS], 3)
     hint = f"Did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
     remedy = f"{hint}`attnlens list measures` and `attnlens list kernels` show all names."

@@ -47,7 +47,7 @@ def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _variation(reading: MeasureMap) -> float:
-    """Compute a measure's interquartile range relative to its possible range; return 0 if that is unbounded."""
+    """Compute a measure's interquartile range relative to its possible range; return 0 if the range is unbounded."""
     least, most = reading.info.low, reading.info.high
     if least is None or most is None:
         return 0.0

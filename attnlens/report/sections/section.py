@@ -33,7 +33,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns that name the rows and are always shown, and the other columns, the most important first."""
+    """Columns that identify the rows, and other columns in order of importance."""
 
     names: Sequence[Column]
     columns: Sequence[Column]

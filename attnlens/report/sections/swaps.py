@@ -377,7 +377,7 @@ def _without_value(swaps: Sequence[Swap]) -> list[str]:
 
 @section(49, "swap", ("verbose", "page"))
 def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield for each kernel a table of its swapped sites and, if known, one of its loss by position in the sequence."""
+    """Yield, for each kernel, a table of the swapped sites and, if known, a table of the loss by position."""
     swaps = shapes.report.swaps
     for swap in swaps:
         name = f" of {clean(swap.kernel)}" if len(swaps) > 1 else ""
