@@ -1,4 +1,4 @@
-"""The atlas: distributions of the measures over the heads of a few trained models (made by benchmarks/atlas.py)."""
+"""The atlas: the distribution of each measure over the heads of several trained models (see benchmarks/atlas.py)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ from attnlens.wording import group_pairs, source_of
 
 FILE = Path(__file__).with_name("atlas.json")
 LEVELS = (0, 1, 2.5, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 97.5, 99, 100)
-"""Percentages at which the file contains the quantiles of each measure."""
+"""Percentages of the quantiles that the atlas file contains for each measure."""
 Third = Literal["first", "middle", "last", "all"]
 SAME, ENOUGH, ABOUT = 0.25, 3, 0.05
-"""A report's model is taken for a model of the atlas if their quantiles differ on average by less than SAME
-interquartile ranges (median over at least ENOUGH measures): models and their fine-tuned versions differ by 0.1, models
-of different lineages by at least 0.38. With fewer measures, models whose numbers of parameters differ by less than the
-share ABOUT count as the same if these measures agree, or if the report covers only some heads."""
+"""Thresholds for recognising a model of the atlas: mean difference of the quantiles in interquartile ranges, number of
+measures to compare, and relative difference of the numbers of parameters. The quantiles of fine-tuned versions of a
+model differ by 0.1 interquartile ranges, those of unrelated models by at least 0.38."""
 DEPTHS: tuple[Third, ...] = ("first", "middle", "last")  # Names of the thirds of the layers
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Distribution of a measure over some heads of one model."""
+    """Distribution of a measure over heads of one model."""
 
     heads: int  # number of heads with a value
     quantiles: tuple[float, ...]  # values at LEVELS
 
     def below(self, value: float) -> float:
-        """Interpolate the percentage of heads with a smaller value; heads with an equal value count half."""
+        """Estimate the percentage of heads with a smaller value; a head with an equal value counts as half a head."""
         value, known = round_value(value), self.quantiles
         left, right = bisect_left(known, value), bisect_right(known, value)
         if right == 0 or left == len(known):
@@ -48,7 +47,7 @@ class Distribution:
         else:
             share = (value - known[left - 1]) / (known[left] - known[left - 1])
             level = LEVELS[left - 1] + share * (LEVELS[left] - LEVELS[left - 1])
-        # quantiles put the least of n heads at 0 % and the largest at 100 %; here, half of each head is below its value
+        # the levels of n heads run from 0 % to 100 %, but a percentile also counts half of the head itself
         return (level * (self.heads - 1) + 50) / self.heads
 
 
@@ -61,11 +60,11 @@ class TrainedModel:
     """A model in the atlas, or one part (encoder or decoder) of a model."""
 
     name: str
-    lineage: str  # name shared by a model and all models tuned from it; a lineage counts once in averages
+    lineage: str  # name shared by a model and its fine-tuned versions; each lineage counts once in averages
     part: str  # encoder or decoder
     positions: str  # how positions enter the scores
-    tokens: int | None  # tokens per window, which limit distances; for lines, the largest number of tokens
-    pack: bool  # True if windows of that length were read, False for lines of different lengths
+    tokens: int | None  # tokens per window; if lines were read, the largest number of tokens per line
+    pack: bool  # True if windows of `tokens` tokens were read, False if lines were read
     heads: int
     parameters: int
     files: Annotated[frozenset[str], ReadHashes]  # SHA-256 of the weight files
@@ -74,27 +73,27 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class Subject:
-    """Properties of a model's part that determine which atlas models its heads are compared with."""
+    """Properties of a part of a model that determine which atlas models are comparable."""
 
     part: str
     positions: str | None
     tokens: int | None
     pack: bool
-    lineages: frozenset[str] = frozenset()  # lineages of the model, excluded from the comparison
+    lineages: frozenset[str] = frozenset()  # lineages to which the model belongs, excluded from the comparison
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Heads to compare a value with, or the reason why there are none."""
+    """Atlas models to compare a value with, or the reason why there are none."""
 
     models: tuple[TrainedModel, ...] = ()
     spreads: tuple[Distribution, ...] = ()  # for each model, the distribution over its heads
-    reason: str | None = None  # why there is nothing to compare with
+    reason: str | None = None  # reason why there are no models
 
     def percentile(self, value: float) -> float | None:
-        """Return the percentage of heads with a smaller value: the mean over lineages of means over models.
+        """Return the percentage of heads with a smaller value, or None if there are no models.
 
-        Return None if there are no models.
+        Percentages are averaged over the models of each lineage, then over lineages.
         """
         pairs = zip(self.models, self.spreads, strict=True)
         percentages = group_pairs((model.lineage, spread.below(value)) for model, spread in pairs)
@@ -102,7 +101,7 @@ class Reference:
 
 
 def round_value(value: float) -> float:
-    """Round to four significant digits, like the quantiles in the file, so that a value can equal a quantile."""
+    """Round to four significant digits, the precision of the quantiles in the atlas file."""
     return float(f"{value:.4g}")
 
 
@@ -114,19 +113,19 @@ def models() -> tuple[TrainedModel, ...]:
 
 @cache
 def provenance() -> dict[str, list[dict[str, object]]]:
-    """Load the atlas file: tool, date, levels, and each model's files, texts, windows, seed and distributions."""
+    """Load the atlas file, with the distributions of each model and how they were measured."""
     entries: dict[str, list[dict[str, object]]] = json.loads(FILE.read_text(encoding="utf-8"))
     return entries
 
 
 def model_of(entry: Mapping[str, object]) -> TrainedModel:
-    """Build the TrainedModel of an entry in the atlas file."""
+    """Build a TrainedModel from an entry of the atlas file."""
     return TypeAdapter(TrainedModel).validate_python(entry)
 
 
 @lru_cache(1024)  # called for every head of a page
 def reference(measure: str, depth: Third, subject: Subject) -> Reference:
-    """Return atlas models comparable with the subject and their distributions at this depth, or why there are none."""
+    """Return the comparable atlas models and their distributions at this depth, or the reason why there are none."""
     if not any(measure in model.measures for model in models()):
         return Reference(reason=f"the atlas lacks {measure}")
     if sized_by := find_measure(measure).sized_by:
@@ -145,12 +144,12 @@ def reference(measure: str, depth: Third, subject: Subject) -> Reference:
 
 
 def _forms_alike(model: TrainedModel, subject: Subject) -> bool:
-    """Return True if both models' forms M are comparable; under RoPE, M depends on the distances within a window."""
+    """Return True if both models use the same position encoding and, with RoPE, windows of equal length."""
     return model.positions == subject.positions and (model.positions != "rotary" or model.tokens == subject.tokens)
 
 
 def subject_of(report: Report, part: str) -> Subject:
-    """Return the properties of a report's part that determine which atlas models its heads are compared with."""
+    """Return the properties of a part of the report's model that determine which atlas models are comparable."""
     settings, conventions = report.settings, report.model.conventions
     subject = Subject(part, conventions.position if conventions else None, settings.length, bool(settings.pack))
     heads = [head for head in report.heads if head.part == part]
@@ -160,7 +159,7 @@ def subject_of(report: Report, part: str) -> Subject:
 
 
 def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject: Subject) -> bool:
-    """Return True if these heads, all of one part, appear to be those of this atlas model, even if the files differ."""
+    """Return True if these heads of one part appear to come from an atlas model, even if the weight files differ."""
     # copies agree exactly, quantised or fine-tuned weights approximately
     if not heads or model.part != subject.part:
         return False
@@ -179,7 +178,7 @@ def _is_same(model: TrainedModel, report: Report, heads: Sequence[Head], subject
             distances.append(fmean(abs(value - quantile) for value, quantile in pairs) / (quartiles[1] - quartiles[0]))
     if len(distances) >= ENOUGH:
         return median(distances) < SAME
-    # else models of about equal size are the same if the report covers only some heads, or the few measures agree
+    # with fewer measures, models of about equal size are the same if the measures agree or heads were selected
     some = len(heads) < model.heads or (bool(distances) and median(distances) < SAME)
     return some and abs(report.model.parameters / model.parameters - 1) < ABOUT
 
@@ -190,7 +189,7 @@ def quantiles(values: Sequence[float]) -> list[float]:
 
 
 def depths(report: Report) -> dict[int, Third]:
-    """Map each layer to the third of its part in which it lies, or to `all` if only some layers were requested."""
+    """Map each layer to `first`, `middle` or `last` third of its part, or to `all` if layers were selected."""
     if report.settings.layers is not None:
         return {head.layer: "all" for head in report.heads}
     thirds: dict[int, Third] = {}
@@ -201,5 +200,5 @@ def depths(report: Report) -> dict[int, Third]:
 
 
 def shares_weights(head: Head) -> bool:
-    """Return True if the head's module is called more than once, so that its weights have no definite depth."""
+    """Return True if the model calls the head's module several times, so that the weights have no single depth."""
     return "#" in head.site

@@ -35,11 +35,10 @@ def summary(
     verbose: bool = False,
     written: Written | None = None,
 ) -> Document:
-    """Build the summary for a terminal: the sections of the screen, and the sections that the flags add.
+    """Build the summary of a report for a terminal or, if `whole`, for Markdown.
 
-    `whole` builds the summary for Markdown instead, with every measure and note but without selections. `all_heads`
-    adds all tables, with every head; `verbose` adds how the report was made. `written` lists the files that the command
-    writes.
+    The Markdown summary contains every measure and note, but no selections. `all_heads` adds all tables, with every
+    head; `verbose` adds how the report was made. `written` lists the files that the command writes.
     """
     flags: dict[View, bool] = {"screen": not whole, "markdown": whole, "terminal": all_heads, "verbose": verbose}
     views = [view for view, chosen in flags.items() if chosen]
@@ -53,8 +52,8 @@ def glance(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def pictures(report: Report) -> list[Picture]:
-    """Return all pictures of a report, the overview first. Raise UsageError like `list_pictures`."""
-    from attnlens.report.pictures import list_pictures  # imported in functions, as below, because it loads matplotlib
+    """Return all pictures of a report, the overview first. Raise UsageError if the report cannot be drawn."""
+    from attnlens.report.pictures import list_pictures  # imported here because it loads matplotlib
 
     return list_pictures(Shapes(report))
 
@@ -62,7 +61,7 @@ def pictures(report: Report) -> list[Picture]:
 def overview(report: Report) -> Picture:
     """Return the overview or, if an inspection has a single selection, the selection's picture.
 
-    Raise UsageError like `list_pictures`.
+    Raise UsageError if the report cannot be drawn.
     """
     first, *others = pictures(report)
     return others[-1] if report.kind == "inspection" and len(report.inspection.selections) == 1 else first
@@ -80,9 +79,7 @@ ROWS: dict[Kind, Callable[[Report], Sequence[Row]]] = {
 def rows(report: Report) -> Sequence[Row]:
     """Build the spreadsheet rows of a report.
 
-    Inspections have one row per head, with the columns of `Report.to_dataframe`; swaps have one per stage and one per
-    control, or one per head or layer of a sweep; experiments have one per figure, or per head, measure and step; for
-    other kinds see ROWS.
+    Kinds of report that are not in ROWS have one row per head, with the columns of `Report.to_dataframe`.
     """
     if report.kind in ROWS:
         return ROWS[report.kind](report)
@@ -90,7 +87,7 @@ def rows(report: Report) -> Sequence[Row]:
 
 
 def windows(report: Report) -> Sequence[Row]:
-    """Build one row per window and head, or per window, kernel and stage. Raise UsageError if no window was read."""
+    """Build spreadsheet rows with the values of each window. Raise UsageError if no window was read."""
     values = report.windows
     if values is None or not values.windows:
         remedy = "Omit --windows-csv: only measures that are computed from text have values per window."
@@ -107,7 +104,7 @@ def _plan(report: Report) -> str:
 
 
 def build_page(report: Report) -> str:
-    """Build the HTML page. Raise UsageError like `list_pictures`, except for `doctor` (no pictures)."""
+    """Build the HTML page of a report. Raise UsageError if the overview cannot be drawn."""
     from attnlens.report.render.html import html
 
     shapes = Shapes(report)
@@ -117,7 +114,7 @@ def build_page(report: Report) -> str:
 
 
 def build_card(report: Report) -> str:
-    """Build the short presentation for notebooks as HTML: heading, findings, next commands and overview."""
+    """Build the HTML for notebooks: heading, findings, next commands and, if it can be drawn, the overview."""
     from attnlens.report.render.html import card
 
     document = summary(report)
@@ -127,7 +124,7 @@ def build_card(report: Report) -> str:
         return card(document, None)
 
 
-WRITERS: dict[str, Callable[[Report], str]] = {  # Function that returns a report's text in each kind of file
+WRITERS: dict[str, Callable[[Report], str]] = {  # Kind of file → function that returns its text
     "json": lambda report: report.to_json(),
     "csv": lambda report: spreadsheet(rows(report)),
     "windows_csv": lambda report: spreadsheet(windows(report)),
@@ -140,12 +137,11 @@ ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
 
 
 def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, Callable[[], tuple[bytes, str]]]:
-    """Return the picture files to write, each with a function that draws it and returns its bytes and its caption.
+    """Map each picture file to write to a function that draws the picture and returns its bytes and caption.
 
     A folder gets every picture. A file named after a measure (`weights.symmetry.pdf` or `symmetry.pdf`) or another
-    picture gets this picture, any other file the overview. `bare` pictures show no title or caption. Raise UsageError
-    like `list_pictures`, if the measure cannot be drawn, or if several measures have that name; OutputError for any
-    other suffix than .png, .svg and .pdf.
+    picture gets this picture; any other file gets the overview. `bare` omits title and notes. Raise UsageError if the
+    picture cannot be drawn or several measures have this name, OutputError if the suffix is not .png, .svg or .pdf.
     """
     from attnlens.report.render.html import encode_picture, file_names, is_file
 

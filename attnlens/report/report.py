@@ -1,6 +1,6 @@
-"""The `Report` that commands return: `records.Report` with methods that write and draw it.
+"""The `Report` that commands return: `records.Report` with methods for saving and drawing.
 
-Presentation is imported inside the methods, so that commands that only read reports start quickly.
+The methods import the modules that they need, so that commands that only read reports start quickly.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ class Report(records.Report):
     def save(self, path: str | Path, *, bare: bool = False) -> None:
         """Write the report in the format of the path's suffix: .json, .csv, .md, .html, .png, .svg or .pdf.
 
-        A picture named after a measure (`symmetry.pdf`) or panel shows only that, any other picture the overview; the
-        caption is written to a second file (`symmetry.pdf.txt`). `bare` omits title and notes, for a paper. Raise
-        OutputError for any other suffix or if the path can't be written, UsageError if the picture can't be drawn.
+        A picture named after a measure or panel (`symmetry.pdf`) shows only this measure or panel; any other picture
+        shows the overview. The caption is written to a second file (`symmetry.pdf.txt`). `bare` omits title and notes,
+        for a paper. Raise OutputError if the suffix is not supported or the file can't be written, UsageError if the
+        picture can't be drawn.
         """
         from attnlens.report import export
         from attnlens.report.pictures.style import FORMATS
@@ -47,7 +48,7 @@ class Report(records.Report):
             )
 
     def plot(self, *, bare: bool = False) -> Figure:
-        """Draw the overview as a matplotlib Figure whose label is the caption; `bare` omits title and notes.
+        """Draw the overview as a matplotlib Figure; the figure's label is the caption. `bare` omits title and notes.
 
         Raise UsageError if the report has nothing to draw.
         """
@@ -58,7 +59,7 @@ class Report(records.Report):
             return overview(self).draw(bare=bare)
 
     def __str__(self) -> str:
-        """Return the screen that a command prints: heading, findings, main map or table if any, and next commands."""
+        """Return the text that a command prints: heading, findings, any map or table, and next commands."""
         import io
 
         from attnlens.report.export import summary
@@ -70,7 +71,7 @@ class Report(records.Report):
         return page.file.getvalue().rstrip("\n")
 
     def _repr_html_(self) -> str:
-        """Return heading, findings, next commands and, if it can be drawn, the overview as HTML for notebooks."""
+        """Return HTML for notebooks: heading, findings, next commands and, if it can be drawn, the overview."""
         from attnlens.report.export import build_card
 
         return build_card(self)
@@ -78,4 +79,4 @@ class Report(records.Report):
 
 def read_report(path: str | Path) -> Report:
     """Read a report, validating every field. Raise UsageError if the file is missing or is not a report in JSON."""
-    return read_record(Report, path, "not a report", "Give the path of a report from --json.", convert_report)
+    return read_record(Report, path, "not a report", "Pass a file written with --json.", convert_report)

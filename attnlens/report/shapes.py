@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 Names = Callable[[int], str]  # Function that names a layer
 SAME = 1e-6  # relative spread up to which values count as equal
 MOST_FILLED = 1024
-"""Maps get empty rows (columns) for missing layers (heads) if they then have at most this many rows (columns)."""
+"""Maximum number of rows (columns) of a map with empty rows (columns) for missing layers (heads)."""
 
 
 @dataclass(frozen=True)
 class MeasureMap:
-    """Values of a measure as maps with rows `Shapes.layers` and columns `Shapes.heads`; NaN for missing values."""
+    """Values of a measure, with one row per layer and one column per head; NaN for missing values."""
 
     name: str  # qualified by source
-    info: MeasureInfo  # entry of the registry; its texts are empty for an unknown measure
+    info: MeasureInfo  # registry entry, with empty texts for an unknown measure
     values: Float[np.ndarray, "layers heads"]
     errors: Float[np.ndarray, "layers heads"]  # standard errors of the values
     null_means: Float[np.ndarray, "layers heads"]  # means under the null
     null_sds: Float[np.ndarray, "layers heads"]  # standard deviations under the null
     labels: dict[int, str]  # category number → name; empty unless the values are categories
     reasons: dict[str, int]  # reason for a missing value → number of heads
-    counts: tuple[int, ...]  # distinct numbers of sequences or matrices that values are computed from, ascending
+    counts: tuple[int, ...]  # distinct sample sizes of the values (numbers of sequences or matrices), ascending
 
     @cached_property
     def present(self) -> Float[np.ndarray, " some"]:
-        """Values that are not NaN, in the order of layer and head."""
+        """Values that are not NaN, row by row."""
         return np.asarray(self.values[~np.isnan(self.values)])
 
     @property
@@ -53,16 +53,16 @@ class MeasureMap:
 
     @property
     def null(self) -> tuple[float, float] | None:
-        """Medians over heads of the null's mean and of its sd; None without a null."""
+        """Median over heads of the null's mean, and median of the null's sd; None without a null."""
         return None if np.isnan(self.null_means).all() else (middle(self.null_means), middle(self.null_sds))
 
     @property
     def chance(self) -> bool:
-        """True if most heads lie within two sd of their null means; False without a null, or if its median sd is 0."""
+        """True if most heads lie within two sd of their null mean; False without a null or if the median sd is 0."""
         if self.null is None or not self.null[1]:
             return False
         away = np.abs(self.values - self.null_means)
-        # if the null has an sd of 0, only a value equal to its mean lies within two sd
+        # if the null's sd is 0, only a value equal to the null's mean lies within two sd
         unvaried = np.where(away > 0, np.inf, away)
         return middle(np.divide(away, self.null_sds, out=unvaried, where=self.null_sds != 0)) < 2
 
@@ -74,32 +74,32 @@ class MeasureMap:
 
 @dataclass(frozen=True)
 class Written:
-    """Files that a command wrote, from which its result can be used without computing it again, and its texts."""
+    """Files that a command wrote and read, for use in the commands to run next."""
 
     report: str | None = None  # the report as JSON
     plan: str | None = None  # the plan of ranks
     model: str | None = None  # the changed model
     shown: bool = False  # True if a picture, a page or all tables were requested
     text: tuple[str, ...] = ()  # values of --text, as the user typed them
-    calibration: tuple[str, ...] = ()  # values of --calibration, likewise
+    calibration: tuple[str, ...] = ()  # values of --calibration, as the user typed them
 
     def options(self, *names: str) -> str:
-        """Return the command-line options with these names (`text`, `calibration`); "" if the user gave none."""
+        """Format the user's options with these names, such as ` --text FILE`; empty if there are none."""
         return "".join(f" --{name} {quote(file)}" for name in names for file in getattr(self, name) if file != "-")
 
 
 class Shapes:
-    """Layout of a report: its layers, parts and heads, and every measure as a map over layers × heads."""
+    """Layers, parts and heads of a report, and the measures as maps of layers × heads."""
 
     def __init__(self, report: Report, written: Written | None = None) -> None:
         self.report = report
         self.written = written
-        """Files of the command that shows the report; None outside a command line, such as in Python."""
+        """Files of the command that shows the report; None in Python."""
         part_of: dict[int, Part] = {head.layer: head.part for head in report.heads}
         order = list(dict.fromkeys(part_of.values()))
         layers = _numbers(part_of, report.coverage.sites, report.settings.layers is None and len(order) == 1)
         self.layers: tuple[int, ...] = tuple(sorted(layers, key=lambda n: (order.index(part_of.get(n, order[0])), n)))
-        """Sequential numbers of the layers, part by part; they are not displayed (see `layer_names`)."""
+        """Internal numbers of the layers, part by part; `layer_names` contains the displayed names."""
         self.parts: tuple[Part, ...] = tuple(part_of.get(layer, order[0]) for layer in self.layers)
         """Part of the model to which each layer belongs: encoder, decoder, cross, …"""
         self.heads: tuple[int, ...] = _numbers({head.head for head in report.heads}, 0, report.settings.heads is None)
@@ -107,20 +107,20 @@ class Shapes:
         self.layer_names = tuple(map(report.model.layer_name, self.layers))
         """Displayed names of the layers: numbers, or `decoder.2` in models with several parts."""
         self.layer_numbers = tuple(map(report.model.layer_number, self.layers))
-        """Numbers of the layers within their parts."""
+        """Number of each layer within its part."""
         self._row = {layer: row for row, layer in enumerate(self.layers)}
         self._column = {head: column for column, head in enumerate(self.heads)}
 
     @cached_property
     def readings(self) -> dict[str, MeasureMap]:
-        """Maps of the scalar measures with at least one value, by name, the most informative first."""
+        """Map of each scalar measure that has a value, keyed by name, the most informative first."""
         readings = (self._reading(name) for name in self.report.measure_names())
         ordered = sorted((reading for reading in readings if reading.present.size), key=_informativeness)
         return {reading.name: reading for reading in ordered}
 
     @cached_property
     def curves(self) -> dict[str, list[tuple[int, Float[np.ndarray, " steps"]]]]:
-        """Curves by name: for each head with that curve, the row of the head's layer in `layers`, and the curve."""
+        """Name of each curve → (row of the layer in `layers`, curve) of each head that has the curve."""
         result: dict[str, list[tuple[int, Float[np.ndarray, " steps"]]]] = {}
         for head in self.report.heads:
             for name, curve in head.curves.items():
@@ -129,7 +129,7 @@ class Shapes:
         return result
 
     def info(self, name: str) -> MeasureInfo:
-        """Return the registry's entry of a measure or curve; see `describe_measure`."""
+        """Return the registry entry of a measure or curve, without clauses about RoPE if the model lacks RoPE."""
         return describe_measure(self.report, name)
 
     def name_head(self, head: HeadId | Extreme) -> str:
@@ -138,16 +138,16 @@ class Shapes:
 
     @cached_property
     def cells(self) -> tuple[list[int], list[int]]:
-        """Rows and columns of all heads in the maps."""
+        """Rows and columns of the report's heads in the maps."""
         heads = self.report.heads
         return [self._row[head.layer] for head in heads], [self._column[head.head] for head in heads]
 
     @cached_property
     def shares(self) -> dict[str, list[str]]:
-        """Sets of measures that are ≥ 0 and sum to 1 in every head with all values: `tokens.kernel_shares` → names.
+        """Sets of non-negative measures that sum to 1 in each head: name of the set → names of the measures.
 
-        Measures without a set in the registry are grouped by the stem of their names (`other.share_…`). Sets are
-        sorted by the number of heads that have them, then by their number of measures, both descending.
+        Measures that belong to no set of the registry are grouped by the stem of their names (`other.share_…`). Sets
+        are sorted by the number of heads that have them, then by their number of measures, both descending.
         """
         sets: dict[str, list[str]] = {}
         for name in (name for name in self.report.measure_names() if name in self.readings):
@@ -189,13 +189,13 @@ ROPE = re.compile(r"(?:^|[.;] ?)\s*(?:[Uu]nder RoPE|RoPE:)[^.;]*")  # A clause o
 
 
 def drop_rotary(report: Report, text: str) -> str:
-    """Remove the clauses about RoPE from a text on measures if the model's positions are known not to be rotary."""
+    """Remove the clauses about RoPE from a text if the model is known not to use RoPE."""
     conventions = report.model.conventions
     return text if conventions is None or conventions.position in ("rotary", "unknown") else ROPE.sub("", text)
 
 
 def describe_measure(report: Report, name: str) -> MeasureInfo:
-    """Return the registry's entry of a measure, without clauses about RoPE if the model has no rotary positions."""
+    """Return the registry entry of a measure, without clauses about RoPE if the model does not use RoPE."""
     info = find_measure(name)
     return replace(info, meaning=drop_rotary(report, info.meaning), formula=drop_rotary(report, info.formula))
 
@@ -231,7 +231,7 @@ def _informativeness(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool,
 
 
 def _numbers(present: Iterable[int], expected: int, fill: bool) -> tuple[int, ...]:
-    """Sort the numbers; if `fill`, add all missing below `expected` or the largest (if at most MOST_FILLED result)."""
+    """Sort the numbers; if `fill`, include all from 0 on (at least `expected`), unless more than MOST_FILLED."""
     numbers = sorted(set(present))
     size = max([expected, *(number + 1 for number in numbers)])
     return tuple(range(size)) if fill and numbers and size <= MOST_FILLED else tuple(numbers)

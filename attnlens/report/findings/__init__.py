@@ -26,7 +26,7 @@ COMMANDS = 2  # Maximum number of commands shown
 
 
 def show_again(shapes: Shapes) -> str:
-    """Return the options of `attnlens report` that show most of what the screen omits; "" if nothing is omitted."""
+    """Return options of `attnlens report` that show more of a report than its summary; empty if there is no more."""
     report = shapes.report
     if report.kind == "doctor":
         return "--table" if any(each.verdict == "differs" for each in report.backends or []) else ""
@@ -43,11 +43,7 @@ def find(shapes: Shapes) -> list[Finding]:
 
 
 def next_commands(shapes: Shapes) -> list[str]:
-    """Return at most COMMANDS commands that answer questions which the findings of a report raise.
-
-    If the report was saved but not shown in full (`Written.shown`), and the screen omits something, one more command
-    shows the saved report.
-    """
+    """Return at most COMMANDS commands to run next, and a command that shows more of the report if it was saved."""
     commands = list(dict.fromkeys(KINDS[shapes.report.kind][1](shapes)))[:COMMANDS]
     written, options = shapes.written, show_again(shapes)
     if written is not None and written.report is not None and not written.shown and options:
@@ -56,10 +52,7 @@ def next_commands(shapes: Shapes) -> list[str]:
 
 
 def advise_saving(shapes: Shapes) -> str:
-    """Return the advice to save the result of a long command; "" if the result was saved or, except for plans, drawn.
-
-    Inspections and `doctor`, which are short, get no advice, and neither do reports outside a command line.
-    """
+    """Return the advice to save the result of a long command; empty if no advice is needed."""
     report, written, options = shapes.report, shapes.written, show_again(shapes)
     if written is None or report.kind in ("inspection", "doctor"):
         return ""

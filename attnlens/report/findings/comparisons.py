@@ -1,4 +1,4 @@
-"""Findings of comparisons: what differs between two models, the causes, the changed heads, and the effect.
+"""Findings of comparisons: differences between two models, their causes, the changed heads, and the effect.
 
 A change is `named` if it is significant at the report's false-discovery rate and large enough to matter.
 """
@@ -30,12 +30,12 @@ from attnlens.wording import (
 
 Place = tuple[int, int]  # Sequential number of a layer, and number of a head in this layer
 LARGE_KL, LEAST_AGREEMENT = 0.01, 0.99
-"""Mean KL in nats from which, and share of equal top predictions below which, the effect of a change is notable."""
+"""An effect is notable from this mean KL (in nats) on, or below this share of equal top predictions."""
 MOST_HEADS = 4  # Maximum number of changed heads whose names are printed
 
 
 def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield findings on what changed between two models, why, in which heads, and the effect on predictions."""
+    """Yield findings on the differences between two models, their causes, the changed heads, and the effect."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101  # a report of this kind has one
     name = shapes.report.model.layer_name
@@ -97,16 +97,16 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Changes:
-    """Heads of a comparison, grouped by what changed in them."""
+    """Changed heads of a comparison, grouped by the kind of change."""
 
-    forms: set[Place]  # changed M: the weights changed
-    local: set[Place]  # unchanged M, but different attention to the same inputs
-    inherited: set[Place]  # different attention only because their inputs changed
-    others: set[Place]  # significant changes, but only of other measures
+    forms: set[Place]  # heads whose M changed
+    local: set[Place]  # heads with an unchanged M that attend differently to equal inputs
+    inherited: set[Place]  # heads that attend differently only because their inputs changed
+    others: set[Place]  # heads with significant changes of other measures only
 
     @property
     def own(self) -> set[Place]:
-        """Heads whose own form or attention changed, not only their inputs."""
+        """Heads whose M changed, or that attend differently to equal inputs."""
         return self.forms | self.local
 
     @classmethod
@@ -154,7 +154,7 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
 
 
 def _storage(which: str, kind: str) -> str:
-    """State the number type that represents the weights of one model, or their quantisation."""
+    """State the number type or the quantisation of a model's weights."""
     return f"{which} model's values fit {kind}" if "float" in kind else f"{which} model is stored as {clean(kind)}"
 
 
@@ -169,7 +169,7 @@ MOST_CAUSES = 4  # Maximum number of causes that are printed
 
 
 def _diagnosis(comparison: Comparison, name: Names) -> Iterator[Finding]:
-    """Yield a finding for each of at most MOST_CAUSES causes of differences, with any repair; harmless causes last."""
+    """Yield a finding for each cause of differences (at most MOST_CAUSES), harmless causes last."""
     causes = sorted(comparison.diagnosis, key=lambda cause: (cause.harmless, cause.hypothesis == UNEXPLAINED))
     for number, cause in enumerate(causes[:MOST_CAUSES]):
         more = len(causes) - MOST_CAUSES
@@ -181,7 +181,7 @@ def _diagnosis(comparison: Comparison, name: Names) -> Iterator[Finding]:
             verb = "is" if more == 1 else "are"
             evidence.append(f"{format_count(more, 'more cause')} {verb} in the JSON report (--json FILE).")
         severity: Severity = "none" if cause.harmless else "problem" if cause.repair else "notable"
-        if "rounded to " in cause.hypothesis:  # to a coarser number type, in either model
+        if "rounded to " in cause.hypothesis:  # the weights of one model were rounded to a coarser number type
             severity = "notable"
         yield Finding(
             question="Cause?",
@@ -204,7 +204,7 @@ def _describe_cause(cause: DiagnosedCause, name: Names) -> str:
 
 
 def _forms(comparison: Comparison, changes: Changes, name: Names) -> Iterator[str]:
-    """Yield sentences on heads whose form M changed, on heads that changed although M did not, and notes on forms."""
+    """Yield sentences on changed forms M and on heads that changed although M did not, and the notes on forms."""
     if changes.forms:
         heads = format_count(len(changes.forms), "head")
         yield f"The query/key form M changed in {heads} ({_join_heads(changes.forms, name)})."
@@ -216,7 +216,7 @@ def _forms(comparison: Comparison, changes: Changes, name: Names) -> Iterator[st
 
 
 def _notes(comparison: Comparison, name: Names) -> Iterator[str]:
-    """Yield sentences on the models as a whole, and one on measures with a value in only one model."""
+    """Yield the notes that do not concern forms, and a sentence on measures with a value in only one model."""
     yield from (clean(note) for note in comparison.notes if not note.startswith(ON_FORMS))
     lone = [row for row in comparison.rows if (row.before is None) != (row.after is None)]
     lone = [row for row in lone if not row.measure.startswith(DISTANCE)]
@@ -230,11 +230,11 @@ def _join_heads(heads: set[Place], name: Names) -> str:
 
 
 DISTANCES = {OWN_ROWS: "own KL {} nats", FORMS: "‖ΔM‖/‖M‖ {}", ROWS: "KL as run {} nats"}
-"""Distances by which the changed heads can be sorted, in order of preference → format of their values."""
+"""Distances by which changed heads are sorted, in order of preference → format of the values."""
 
 
 def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChange]:
-    """Return the changed heads' rows of the first of DISTANCES that is above 0 in any of these heads, largest first."""
+    """Return the changed heads' rows for the first of DISTANCES with a positive value, largest first."""
     for measure in DISTANCES:
         rows = [row for row in comparison.rows if row.measure == measure and row.delta]
         named = _places(row for row in rows if row.named)
@@ -245,7 +245,7 @@ def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChang
 
 
 def _changed_heads(comparison: Comparison, changes: Changes, name: Names) -> Finding:
-    """Name the heads that changed most, with their distances; if no distance is above 0, name the changed heads."""
+    """Name the heads that changed most, with their distances if known."""
     rows = _most_changed(comparison, changes)
     if not rows:
         answer = f"{_join_heads(changes.own or changes.others, name)}."
@@ -260,7 +260,7 @@ def _changed_heads(comparison: Comparison, changes: Changes, name: Names) -> Fin
 
 
 def _predictions(comparison: Comparison) -> Iterator[Finding]:
-    """Yield a finding on the changes of the loss, the predictions or the hidden states; nothing if none is known."""
+    """Yield a finding on the change of the loss, predictions or hidden states, if any of these is known."""
     if (outcome := comparison.outcome) is None:
         return
     if outcome.diverged:
@@ -299,7 +299,7 @@ def _predictions(comparison: Comparison) -> Iterator[Finding]:
 
 
 def after_comparison(shapes: Shapes) -> Iterator[str]:
-    """Yield commands: show the most changed head; look for smaller changes if none is named; check the second model."""
+    """Yield commands that show the most changed head, search for smaller changes, and check the second model."""
     report = shapes.report
     comparison = report.comparison
     assert comparison is not None  # noqa: S101  # a report of this kind has one

@@ -1,9 +1,9 @@
 """Findings of an inspection: how many heads differ from chance, and by how much.
 
-Each head has one two-sided test per measure: of weights.* and selection.* against the draws of its null (Student's t
-with draws − 1 degrees of freedom), of tokens.* against a threshold (Student's t over windows or texts). The p-values of
-all heads and measures are corrected together (Benjamini & Hochberg 1995); a head counts if q ≤ LEVEL. If no head
-differs from chance, at most 5 % of runs report one.
+Each head has one two-sided test per measure. Values of weights.* and selection.* are tested against draws of the null
+(Student's t with draws − 1 degrees of freedom), values of tokens.* against a threshold (Student's t over windows or
+texts). The p-values of all heads and measures are corrected together (Benjamini & Hochberg 1995). A difference is
+significant if q ≤ LEVEL. If no head differs from chance, at most 5 % of runs report a difference.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 SPACES = {"selection.svm_cosine": "on the inputs", "selection.projected_svm_cosine": "on queries and keys"}
-"""Measure of the cosine between a head and its SVM → space of the problem in words."""
+"""Measure of the cosine between a head and its SVM → space in which the SVM is computed."""
 SEPARATED = {
     "selection.svm_cosine": "On the inputs, the SVM separates the hidden states that the module reads.",
     "selection.projected_svm_cosine": "On queries and keys, the SVM separates the keys.",
 }
-"""Measure of the cosine → sentence on what the SVM separates in its space."""
+"""Measure of the cosine between a head and its SVM → sentence on the vectors that the SVM separates."""
 CHANCE = ("weights.symmetry", "weights.definiteness", "weights.effective_rank", *SPACES)
 """Measures that are tested against their null."""
-SHARES = {  # Measure of a part of the scores' variance → name of the part, and what it depends on
+SHARES = {  # Share of the variance of the scores → name of this part, and an explanation in brackets
     "tokens.share_key": ("the key alone", ""),
     "tokens.share_distance": ("position", " (distance)"),
     "tokens.share_interaction": ("content", " (query × key)"),
 }
 LEVEL = 0.02
 """False-discovery rate. It is below 5 % because the measures of small random heads (head_dim 8) have heavier tails than
-Student's t: at 0.05, 9 % of runs on random weights would report a head."""
+Student's t: at 0.05, 9 % of runs on random weights would report a difference."""
 ADAPTED = "adapter.change"  # Relative change of M by an adapter
 FEW_DECIDED = 0.1  # Share of queries with one dominant key below which the SVM describes few of a head's queries
 HALF = 0.5  # Threshold for tokens.*: half of the entropy's range, of the variance, or of the weight
-SLIGHT = 0.25  # Size of a symmetry, or excess of a cosine over chance, below which it counts as slight
+SLIGHT = 0.25  # Symmetry, or excess of a cosine over chance, below which a difference is called slight
 SLIGHTLY_LOWER = 0.1  # Relative distance of a rank below chance, up to which the difference is called slight
 THRESHOLD = ("tokens.entropy", "tokens.share_first", *SHARES)  # Measures that are tested against HALF
 ROUNDING = 1e-9  # Relative size up to which an error is only rounding of a constant value
@@ -98,7 +98,7 @@ class HeadTests:
 
 
 def _adjust(p: Float[np.ndarray, " tests"]) -> Float[np.ndarray, " tests"]:
-    """Return the q-value of each p (Benjamini & Hochberg 1995): the least p'·tests/rank(p') over all p' ≥ p."""
+    """Compute the q-value of each p-value (Benjamini & Hochberg 1995)."""
     order = np.argsort(p)[::-1]
     q = np.empty_like(p)
     q[order] = np.minimum.accumulate(p[order] * len(p) / np.arange(len(p), 0, -1))
@@ -106,7 +106,7 @@ def _adjust(p: Float[np.ndarray, " tests"]) -> Float[np.ndarray, " tests"]:
 
 
 def findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the findings on an adapter, the answers to QUESTIONS, and medians for analyzers that answer neither."""
+    """Yield findings on the adapter and on QUESTIONS, and medians of the measures that these findings do not cover."""
     tests = HeadTests(shapes)
     questions = (_adapted, *QUESTIONS) if shapes.report.model.adapter is not None else QUESTIONS
     answered = [finding for question in questions if (finding := question(tests)) is not None]
@@ -220,7 +220,7 @@ def _low_rank(tests: HeadTests) -> Finding | None:
     places = _places(tests.shapes, below) if len(below) < reading.present.size else ""
     degree, size = "", ""
     if below:
-        shares = [value / chance for value, chance in _beside_chance(below, name)]
+        shares = [value / chance for value, chance in _pair_with_null(below, name)]
         lower = 1 - float(np.median(shares))
         degree = "slightly " if lower < SLIGHTLY_LOWER else ""
         size = f": {'' if len(below) == 1 else 'in the median '}{100 * lower:.2g} % lower"
@@ -229,14 +229,14 @@ def _low_rank(tests: HeadTests) -> Finding | None:
 
 
 def _like_svm(tests: HeadTests) -> Finding | None:
-    """Compare each head's cosine to its max-margin SVM with that of randomly rotated heads, in each space."""
+    """Compare each head's cosine to its max-margin SVM with the cosine of randomly rotated heads."""
     names = [name for name in SPACES if name in tests.signs and tests.shapes.readings[name].null is not None]
     if not names:
         return None
     parts, evidence = [], []
     for name in names:
         reading, above = tests.shapes.readings[name], tests.heads(name, 1)
-        rises = [value - chance for value, chance in _beside_chance(above, name)]
+        rises = [value - chance for value, chance in _pair_with_null(above, name)]
         degree = "slightly " if rises and float(np.median(rises)) < SLIGHT else ""
         parts.append(f"{_format_share(above, reading)} {degree}closer to the SVM than chance {SPACES[name]}")
         evidence.append(f"{_middle(reading)} {SPACES[name]}, {_null(reading)}")
@@ -254,7 +254,7 @@ def _like_svm(tests: HeadTests) -> Finding | None:
 
 
 def _is_standard(entry: Analyzer | Gathering) -> bool:
-    """Return True for an analyzer of attnlens that runs by default, whose measures QUESTIONS cover."""
+    """Return True for a built-in analyzer that runs by default."""
     owner = entry.begin if isinstance(entry, Gathering) else entry.function
     return entry.by_default and owner.__module__.startswith("attnlens.")
 
@@ -263,7 +263,7 @@ QUESTIONS = (_symmetric, _peaked, _by_content, _low_rank, _like_svm)
 
 
 def _medians(readings: Iterable[MeasureMap], shapes: Shapes) -> Iterator[Finding]:
-    """Yield medians, or counts of categories, of up to three measures that differ between heads."""
+    """Yield findings with medians, or counts of categories, for up to three measures that differ between heads."""
     varying = [reading for reading in readings if not reading.constant]
     for reading in [each for each in varying if each.info.headline][:3] or varying[:3]:
         if reading.labels:
@@ -291,8 +291,8 @@ def _count(reading: MeasureMap) -> str:
     return format_count(reading.present.size, "head")
 
 
-def _beside_chance(heads: Sequence[Head], name: str) -> list[tuple[float, float]]:
-    """Return the heads' values of a measure, each with the mean of its null."""
+def _pair_with_null(heads: Sequence[Head], name: str) -> list[tuple[float, float]]:
+    """Return (value, mean of the null) of a measure for each of the heads."""
     measures = [head.measures[name] for head in heads]
     return [(each.value, each.null.mean) for each in measures if each.value is not None and each.null is not None]
 
@@ -302,7 +302,7 @@ def _noun(reading: MeasureMap) -> str:
 
 
 def _middle(reading: MeasureMap, shapes: Shapes | None = None) -> str:
-    """Format the median over heads, with its standard error if `shapes` is given and the report contains one."""
+    """Format the median over heads, with its standard error if the report in `shapes` contains one."""
     value = middle(reading.values)
     error = None if shapes is None else shapes.report.summary.median_errors.get(reading.name)
     if error:
@@ -319,7 +319,7 @@ def _percent(reading: MeasureMap, shapes: Shapes | None = None) -> str:
 
 
 def with_error(value: float, error: float) -> str:
-    """Format value ± error, with two significant digits of the error; an error of rounding size is left out."""
+    """Format value ± error, with two significant digits of the error; omit an error that is only rounding."""
     if error < ROUNDING * abs(value):
         return short(value)
     decimals = decimals_for([error], 2)
@@ -327,7 +327,7 @@ def with_error(value: float, error: float) -> str:
 
 
 def _null(reading: MeasureMap) -> str:
-    """Format the null of one head, `chance 0.01 (sd 0.02)`; ± is used only for standard errors."""
+    """Format the null of one head: `chance 0.01 (sd 0.02)`."""
     mean, sd = reading.null or (0.0, 0.0)
     decimals = _null_decimals(mean, sd)
     scope = "" if reading.present.size == 1 else " for one head"
@@ -335,20 +335,16 @@ def _null(reading: MeasureMap) -> str:
 
 
 def _null_decimals(mean: float, sd: float) -> int:
-    """Return how many decimals show two digits of a null's sd, or one if two would show more than three of the mean.
-
-    If the sd is 0, the decimals show two digits of the mean.
-    """
+    """Choose the decimals of a null: one or two significant digits of the sd or, if the sd is 0, two of the mean."""
     if not sd:
         return decimals_for([mean], 2)
     return min(decimals_for([sd], 2), max(decimals_for([mean]), decimals_for([sd], 1)))
 
 
 def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
-    """Format heads in brackets: names if few, else the other heads if few, else the layers with most such heads.
+    """Name the heads in brackets; if there are many, name the exceptions or the layers with the largest shares.
 
-    Layers are ranked by the share of their heads that are in `heads`. Return "" if there are no heads, if the report
-    has a single head, or if layers would be named but the report has a single layer.
+    Return "" if there is nothing to name.
     """
     counts = Counter(head.layer for head in heads)
     totals = Counter(head.layer for head in shapes.report.heads)
@@ -371,7 +367,7 @@ def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
 
 
 def next_commands(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that follow up the findings, most of them by measuring an effect on the model."""
+    """Yield commands that follow up the findings, such as swapping a kernel to measure its effect on the loss."""
     report, tests = shapes.report, HeadTests(shapes)
     model = model_argument(report) + ("" if shapes.written is None else shapes.written.options("text"))
     predicts = "LM" in report.model.architecture or "For" in report.model.architecture
@@ -393,6 +389,6 @@ def next_commands(shapes: Shapes) -> Iterator[str]:
 
 
 def model_argument(report: Report) -> str:
-    """Return the model, and --adapter if there is one, as arguments of a command."""
+    """Format the model, and its adapter if there is one, as command-line arguments."""
     adapter = report.model.adapter
     return quote(report.model.id) + ("" if adapter is None else f" --adapter {quote(adapter.id)}")

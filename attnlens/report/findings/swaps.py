@@ -21,8 +21,8 @@ from attnlens.report.shapes import Names, Shapes, Written
 from attnlens.wording import clean, format_count, format_number, join_items, short
 
 MOST_UNITS = 4  # Maximum number of heads or layers whose names are printed
-EXHAUSTED = 0.1  # Share of a key's numbers: a plan that keeps at most this share can hardly become smaller
-NEGLIGIBLE = 0.01  # Share of the original loss; an interval around 0 that ends below this share counts as no rise
+EXHAUSTED = 0.1  # Share of head_dim: a plan whose mean rank is at most this share can hardly become smaller
+NEGLIGIBLE = 0.01  # Share of the original loss below which a rise is negligible
 
 
 def swap_findings(shapes: Shapes) -> Iterator[Finding]:
@@ -47,7 +47,7 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
 
 
 def _cost(swap: Swap, method: str) -> Finding:
-    """State the rise in the loss or, without a loss, how far predictions or hidden states are from the original's."""
+    """State the rise in the loss or, without a loss, the distance from the original predictions or hidden states."""
     if swap.diverged:
         answer = "The model diverges: its predictions with this kernel are not finite."
         return Finding(question="Cost?", answer=answer, severity="problem", measures=["swap.loss"])
@@ -63,7 +63,7 @@ def _cost(swap: Swap, method: str) -> Finding:
         elif changed:
             risen = "" if swap.perplexity is None else f", perplexity {format_rise(loss, swap.perplexity)[0]}"
             answer = f"Loss {before} → {after} {unit}{risen}."
-        evidence = f"Change {delta}{_end(loss.ci95, decimals, method)}"
+        evidence = f"Change {delta}{_format_ending(loss.ci95, decimals, method)}"
         return Finding(
             question="Cost?",
             answer=answer,
@@ -83,8 +83,8 @@ def _cost(swap: Swap, method: str) -> Finding:
     return Finding(question="Cost?", answer=answer, evidence=evidence, measures=["swap.hidden_cosine"])
 
 
-def _end(ci95: tuple[float, float] | None, decimals: int, method: str) -> str:
-    """Format the end of a sentence on a change of the loss: the interval, and the method if not the bootstrap."""
+def _format_ending(ci95: tuple[float, float] | None, decimals: int, method: str) -> str:
+    """Format the end of a sentence: the 95 % interval, if known, and its method, if not the bootstrap."""
     if ci95 is None:
         return "."
     few = "" if method == "bootstrap" else f" ({method})"
@@ -97,7 +97,7 @@ def is_change(loss: Change) -> bool:
 
 
 def _cheapest(swaps: list[Swap], method: str) -> Finding:
-    """Name the kernel with the smallest rise in the loss, and the kernels whose intervals do not lie above its own."""
+    """Name the kernel with the smallest rise in the loss, and the kernels that are not clearly more expensive."""
     measured = [(swap, swap.loss) for swap in swaps if swap.loss is not None and not swap.diverged]
     if not measured:
         return Finding(question="Cheapest?", answer="Unknown: no kernel has a loss.", severity="problem")
@@ -109,12 +109,12 @@ def _cheapest(swaps: list[Swap], method: str) -> Finding:
     doubt = f"not clearly cheaper than {join_items(close, 3)}" if close else "its interval lies below all others"
     decimals = loss_decimals([cost])
     answer = f"{clean(best.kernel)}, {doubt}."
-    evidence = f"Change of the loss {format_number(cost.delta, decimals)}{_end(cost.ci95, decimals, method)}"
+    evidence = f"Change of the loss {format_number(cost.delta, decimals)}{_format_ending(cost.ci95, decimals, method)}"
     return Finding(question="Cheapest?", answer=answer, evidence=evidence, measures=["swap.loss"])
 
 
 def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None:
-    """State the bytes per token, or how many numbers a head caches for a window; None if the cache is not smaller."""
+    """State the size of the cache in bytes per token or, if it shrinks, in numbers per head; else return None."""
     swapped = f"the {coverage.heads} swapped heads of the model's {coverage.model_heads}"
     scope = "all heads of the model" if coverage.heads == coverage.model_heads else swapped
     if (cache := swap.cache_bytes_per_token) is not None:
@@ -134,14 +134,14 @@ def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None
 
 
 def _recovery(swap: Swap, method: str) -> Finding | None:
-    """State the share of the rise in the loss that training recovers; None without training, or if no loss is known."""
+    """State the share of the rise in the loss that training recovers; return None without training or a loss."""
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     if swap.healing is None or len(losses) < 2:
         return None
     first, last = losses[0], losses[-1]
     decimals = loss_decimals([last])
     evidence = f"Change of the loss {format_number(first.delta, decimals)} → {format_number(last.delta, decimals)}"
-    evidence += _end(last.ci95, decimals, method)
+    evidence += _format_ending(last.ci95, decimals, method)
     if first.delta <= max(0.0, last.delta):
         answer, severity = "Training recovered nothing.", "problem"
     else:
@@ -151,7 +151,7 @@ def _recovery(swap: Swap, method: str) -> Finding | None:
 
 
 def _where(swap: Swap, name: Names) -> Finding | None:
-    """Name the heads or layers that raise the loss most if each is swapped alone; None without a sweep."""
+    """Name the heads or layers that raise the loss most when swapped alone; return None without a sweep."""
     if not swap.sweep:
         return None
     costly = [effect for effect in swap.sweep if effect.significant and (effect.delta or 0.0) > 0]
@@ -171,7 +171,7 @@ def _where(swap: Swap, name: Names) -> Finding | None:
 
 
 def _alternative(swap: Swap, windows: int | None) -> Finding | None:
-    """Compare the rises in the loss under the kernel and under the controls; None without an interval or controls."""
+    """Compare the kernel's rise in the loss with that of each control; return None without an interval or controls."""
     controls = [control for control in swap.controls if control.loss is not None]
     if swap.loss is None or swap.loss.ci95 is None or not controls:
         return None
@@ -210,9 +210,9 @@ def _alternative(swap: Swap, windows: int | None) -> Finding | None:
 
 
 def _compare_control(loss: Change, control: Control) -> tuple[float, float]:
-    """Return the 95 % interval of the loss under the kernel minus that under a control; −∞ to ∞ if unknown.
+    """Return the 95 % interval of the loss with the kernel minus the loss with a control; (−∞, ∞) if unknown.
 
-    Reports of older versions lack paired differences; for these, subtract the ends of the two intervals.
+    For reports of older versions, which lack paired differences, subtract the ends of the two intervals.
     """
     if control.difference is not None and control.difference.ci95 is not None:
         return control.difference.ci95
@@ -222,7 +222,7 @@ def _compare_control(loss: Change, control: Control) -> tuple[float, float]:
 
 
 def _continuations(swap: Swap) -> Finding | None:
-    """State how many greedy continuations differ from the original's, and for how many tokens they agree."""
+    """State the number of greedy continuations that differ from the original's, and the median agreement in tokens."""
     if (agreement := swap.agreement) is None:
         return None
     differing = agreement.prompts - agreement.never
@@ -238,11 +238,8 @@ def _continuations(swap: Swap) -> Finding | None:
     )
 
 
-def _holds(plan: Plan) -> bool:
-    """Return True if the plan is `within_budget`.
-
-    Without a promised rise, the upper end of the measured interval, if any, must be within the budget too.
-    """
+def _is_within_budget(plan: Plan) -> bool:
+    """Return True if the plan is within its budget, including the measured interval if no rise was predicted."""
     if (measured := plan.measured) is None:
         return False
     is_sure = plan.promised is not None or measured.ci95 is None or measured.ci95[1] <= plan.budget
@@ -273,7 +270,7 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
             question="Cache?", answer=f"{answer}.", evidence=evidence, severity=severity, measures=["swap.plan"]
         )
     if (measured := plan.measured) is not None:
-        holds = _holds(plan)
+        holds = _is_within_budget(plan)
         verdict = "Yes" if holds else "No" if measured.share > plan.budget else "Here, but not guaranteed"
         answer = f"{verdict}: measured {share(measured.share)} on {clean(plan.text)}; allowed {share(plan.budget, 0)}."
         yield Finding(
@@ -286,7 +283,7 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
 
 
 def _format_cache(cache: Pair) -> str:
-    """Format a change of bytes per token: `4,096 → 2,560 bytes per token, 38 % smaller`; empty if it is unknown."""
+    """Format a change of bytes per token: `4,096 → 2,560 bytes per token, 38 % smaller`; empty if unknown."""
     if not cache.before or cache.after is None:
         return ""
     smaller = 1 - cache.after / cache.before
@@ -299,12 +296,12 @@ def _format_interval(rise: Rise, before: str = "") -> str:
 
 
 def _is_unclear(loss: Change) -> bool:
-    """Return True if the change's interval includes 0, and its upper end exceeds NEGLIGIBLE times the original loss."""
+    """Return True if the interval includes both 0 and rises that are not negligible."""
     return not is_change(loss) and loss.ci95 is not None and loss.ci95[1] > NEGLIGIBLE * loss.before
 
 
 def after_swap(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that locate, reduce or remeasure the cheapest kernel's cost, save its model, or use a plan."""
+    """Yield commands that locate, reduce or remeasure the cheapest kernel's cost, save the model, or use a plan."""
     report = shapes.report
     written = Written() if shapes.written is None else shapes.written
     # the kernel whose loss rises least; without a loss, the first
@@ -336,7 +333,7 @@ def after_swap(shapes: Shapes) -> Iterator[str]:
 
 
 def _cheaper_window(swap: Swap) -> str | None:
-    """Return the sink-window control as a kernel to run if it costs significantly less than `swap`; else None."""
+    """Return the kernel of the sink-window control if it costs significantly less than the swap, otherwise None."""
     for control in swap.controls:
         if control.role == "same size" and control.kernel and swap.loss and _compare_control(swap.loss, control)[0] > 0:
             # if the numbers differ between sites, `sink-window:4,64–68 by layer`, take the smallest
@@ -345,20 +342,17 @@ def _cheaper_window(swap: Swap) -> str | None:
 
 
 def _is_exhausted(plan: Plan) -> bool:
-    """Return True if a plan within its budget keeps so few numbers per key that a larger budget hardly saves more."""
-    return _holds(plan) and plan.mean_rank <= EXHAUSTED * plan.head_dim
+    """Return True if a plan is within its budget and its ranks are so small that they can hardly shrink further."""
+    return _is_within_budget(plan) and plan.mean_rank <= EXHAUSTED * plan.head_dim
 
 
 def plan_file(written: Written) -> str | None:
-    """Return the file of ranks that a command wrote: the plan, or the report that contains it; None if neither."""
+    """Return the file, a plan or a report, to which a command wrote the ranks; None without a file."""
     return written.plan or written.report
 
 
 def _after_plan(report: Report, plan: Plan, written: Written) -> Iterator[str]:
-    """Yield commands that apply a plan, repair one that exceeds its budget, or search with twice the budget.
-
-    A larger budget is suggested only if keys can shrink further.
-    """
+    """Yield commands that apply a plan, heal or remeasure the model, or search with twice the budget."""
     model, scope, file = model_argument(report), _scope(report), plan_file(written)
     fitted_on = written.options("calibration")
     exceeded = plan.measured is None or plan.measured.share > plan.budget
@@ -366,7 +360,7 @@ def _after_plan(report: Report, plan: Plan, written: Written) -> Iterator[str]:
         use = f"{model} --ranks {quote(file)}"
         if exceeded:
             yield f"attnlens heal {use}{_windows(report, written)}{fitted_on} --train 500k"
-        elif not _holds(plan):
+        elif not _is_within_budget(plan):
             yield f"attnlens ranks {use}{_windows(report, written, times=2)}{fitted_on}"
         elif written.model is None:
             yield f"attnlens ranks {use}{_windows(report, written)}{fitted_on} --save smaller"
@@ -376,7 +370,7 @@ def _after_plan(report: Report, plan: Plan, written: Written) -> Iterator[str]:
 
 
 def _windows(report: Report, written: Written, times: int = 1) -> str:
-    """Return the options for `times` as many windows as this report has, of the same length and from the same texts."""
+    """Format the options for `times` as many windows as in the report, with the same length and texts."""
     count = None if report.settings.windows is None else times * report.settings.windows
     parts = ("windows", count, WINDOWS), ("length", report.settings.length, LENGTH)
     windows = "".join(f" --{name} {part}" for name, part, usual in parts if part not in (None, usual))

@@ -1,7 +1,7 @@
-"""Findings of `doctor`, experiments and studies: is the model read exactly, and are published results reproduced?
+"""Findings of `doctor`, experiments and studies: agreement with the model and with published results.
 
 A site agrees if the error of its attention is at most the tolerance of `doctor`, or if the model's own rounding
-explains the error. A figure is reproduced if it lies within the tolerance of its reference.
+explains the error. A value is reproduced if it lies within the tolerance of its reference.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from attnlens.report.shapes import Names, Shapes
 from attnlens.requests.experiments import USES
 from attnlens.wording import NO_VALUE, clean, format_count, join_items, short
 
-CORRELATION = "correlation of the head"  # Name of the figure that gives the cosine of a head to its SVM
-SOFT, SOFT_SVM = "KL, the head, c = 1", "KL, its SVM at the same norm, c = 1"  # Names of figures on hardening
+CORRELATION = "correlation of the head"  # Name of the value for the cosine of a head to its SVM
+SOFT, SOFT_SVM = "KL, the head, c = 1", "KL, its SVM at the same norm, c = 1"  # Names of KL values
 REACHED = 0.99  # Cosine to the SVM above which gradient descent counts as having reached the SVM
 RISING = 1e-3  # Rise of the cosine in the second half of the iterations above which gradient descent has not ended
 MOST_TRIALS = 1000  # Offset between seeds with different trials, because trial i uses seed + i
@@ -27,7 +27,7 @@ MOST_SERIES = 4  # Maximum number of measures of a series of checkpoints that ar
 
 
 def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield findings: does attnlens compute each site's attention as the model does; do backends and masks agree?"""
+    """Yield findings on whether the recomputed attention agrees with the model's, and on backends and masks."""
     sites = shapes.report.doctor
     differing = [check for check in sites if check.verdict == "differs"]
     unchecked = [check for check in sites if check.verdict in ("not checked", "partly checked")]
@@ -53,7 +53,7 @@ def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
 
 
 def _backend_findings(report: Report) -> Iterator[Finding]:
-    """Yield findings: do the attention backends compute the same outputs, and are their masks as declared?"""
+    """Yield findings on the agreement of the attention backends with float64, and on their masks."""
     backends, name = report.backends or [], report.model.layer_name
     ran = [each for each in backends if each.verdict != "not run"]
     if not ran:
@@ -75,7 +75,7 @@ def _backend_findings(report: Report) -> Iterator[Finding]:
 
 
 def _mask_findings(ran: Sequence[BackendCheck], untested: Sequence[MaskCheck], name: Names) -> Iterator[Finding]:
-    """Yield a finding: does every output depend on the declared tokens, and which requested masks were not tested?"""
+    """Yield a finding on masks that let an output depend on the wrong tokens, and on masks that were not tested."""
     tested = list(dict.fromkeys(mask.mask for each in ran for mask in each.masks if mask.verdict != "not checked"))
     reasons = dict.fromkeys(f"{mask.mask}: {clean(mask.reason or '')}" for mask in untested)
     left_out = f"Not tested: {'; '.join(reasons)}." if reasons else ""
@@ -94,11 +94,11 @@ def _mask_findings(ran: Sequence[BackendCheck], untested: Sequence[MaskCheck], n
 
 
 PLAIN = ("causal", "bidirectional", "window")
-"""Tests of masks on one sequence without padding or cache; faults that they find can recur in the other tests."""
+"""Masks tested on one sequence without padding or cache; their faults can recur under the other masks."""
 
 
 def _describe_faults(check: BackendCheck, name: Names) -> Iterator[str]:
-    """Yield a clause per faulty mask; if the first one is in PLAIN, only for this one, which can explain the others."""
+    """Yield one clause per faulty mask, or a single clause if the first fault can explain the others."""
     wrong = _order_faults(check.masks)
     shown = wrong[:1] if wrong and wrong[0].mask in PLAIN else wrong
     others = [mask.mask for mask in wrong[len(shown) :]]
@@ -108,7 +108,7 @@ def _describe_faults(check: BackendCheck, name: Names) -> Iterator[str]:
 
 
 def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
-    """Return the faulty masks, those in PLAIN first; `window` leads if `causal` first fails at an earlier token."""
+    """Return the faulty masks, those in PLAIN first, led by `window` if the first `causal` fault is at a past token."""
     wrong = [mask for mask in masks if mask.verdict == "differs"]
     causal = next((mask.faults[0] for mask in wrong if mask.mask == "causal" and mask.faults), None)
     is_past = causal is not None and causal.token is not None and causal.token < causal.output
@@ -116,7 +116,7 @@ def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
 
 
 def _describe_error(check: BackendCheck, name: Names) -> str:
-    """Describe how far a backend's outputs are from float64, with the reason or the first site that differs."""
+    """Describe the error of a backend's outputs relative to float64, with the reason or the first site that differs."""
     tolerance = check.tolerance or 0
     first = next((site for site in check.sites if site.error is None or site.error > tolerance), None)
     where = "" if first is None else f", first in layer {name(first.layer)} ({clean(first.site)})"
@@ -127,7 +127,7 @@ def _describe_error(check: BackendCheck, name: Names) -> str:
 
 
 def _describe_mask(mask: MaskCheck, name: Names) -> str:
-    """Describe the first fault of a mask, with the number of all faults; without faults, the reason or the error."""
+    """Describe the first fault of a mask and the number of faults; without faults, state the reason or the error."""
     if not mask.faults:
         error = "not finite" if mask.error is None else f"off by {mask.error:.0e}"
         return mask.reason or f"the outputs are {error}"
@@ -137,13 +137,13 @@ def _describe_mask(mask: MaskCheck, name: Names) -> str:
 
 
 def after_doctor(shapes: Shapes) -> Iterator[str]:
-    """Yield the command that inspects the checked model, unless attnlens computes a site's attention differently."""
+    """Yield the command that inspects the model, if all sites passed."""
     if all(check.passed for check in shapes.report.doctor):
         yield f"attnlens inspect {model_argument(shapes.report)}"
 
 
 def experiment_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the verdict on each experiment, or the changes of up to MOST_SERIES measures in a series of checkpoints."""
+    """Yield the verdict on each experiment or, for a series of checkpoints, changes of up to MOST_SERIES measures."""
     for experiment in shapes.report.experiments:
         if experiment.trajectories:
             curves = [(name, curve.median) for name, curve in experiment.curves.items() if curve.null_of is None]
@@ -199,7 +199,7 @@ def _reference_finding(experiment: Experiment) -> Finding:
 
 
 def _hardening_finding(experiment: Experiment) -> Finding:
-    """State the weight that a head, and its SVM, give the selected token: e^−KL, with the KL of hard selection."""
+    """State the attention weight of the selected token, e^−KL, for a head and for its SVM."""
     kls = [experiment.final.get(name) for name in (SOFT, SOFT_SVM)]
     head, svm = (None if kl is None else f"{100 * math.exp(-kl):.3g} %" for kl in kls)
     scope = "median over the SVM's queries; 100 %: hard selection"
@@ -211,17 +211,14 @@ def _hardening_finding(experiment: Experiment) -> Finding:
     )
 
 
-def _ends(experiment: Experiment) -> dict[str, float | None]:
-    """Map each start, `zero` or `the head`, to the cosine to the SVM after gradient descent; None if unknown."""
+def _final_cosines(experiment: Experiment) -> dict[str, float | None]:
+    """Map each start of gradient descent, `zero` or `the head`, to the final cosine to the SVM; None if unknown."""
     return {name: experiment.final.get(f"correlation, from {name}") for name in ("zero", "the head")}
 
 
 def _verdict(experiment: Experiment) -> str:
-    """Return `Yes` if gradient descent reaches a head's SVM from every start with a known end.
-
-    Otherwise return `Not yet` if the cosine still rises from every other start, and `No` if from one it does not.
-    """
-    ends = {name: value for name, value in _ends(experiment).items() if value is not None}
+    """Return `Yes` if gradient descent always reached the SVM, `Not yet` if the cosine still rises, otherwise `No`."""
+    ends = {name: value for name, value in _final_cosines(experiment).items() if value is not None}
     left = [name for name, value in ends.items() if value <= REACHED]
     if ends and not left:
         return "Yes"
@@ -239,7 +236,7 @@ def _rises(curve: Curve) -> bool:
 def _head_finding(experiment: Experiment) -> Finding:
     """State whether gradient descent on a head's selection problem reaches the SVM, and the head's own cosine."""
     starts = {"zero": "from zero", "the head": "from the head's own weights"}
-    reached = [f"{value:.3f} {starts[name]}" for name, value in _ends(experiment).items() if value is not None]
+    reached = [f"{value:.3f} {starts[name]}" for name, value in _final_cosines(experiment).items() if value is not None]
     verdict = _verdict(experiment)
     own = experiment.final[CORRELATION]
     share = experiment.final.get("selection kept, from the head")
@@ -262,12 +259,7 @@ def _head_finding(experiment: Experiment) -> Finding:
 
 
 def after_experiments(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that answer questions raised by experiments on a head, on checkpoints, or on synthetic data.
-
-    For a head: whether more iterations reach the SVM, which tokens the head selects, and the cost of hard selection.
-    For checkpoints: what the last one computes. For synthetic data: whether another seed also misses the published
-    value, and what a pretrained head does.
-    """
+    """Yield commands that follow up experiments on a head, on checkpoints, or on synthetic data."""
     report = shapes.report
     model, experiments = model_argument(report), report.experiments
     heads = [each for each in experiments if CORRELATION in each.final]
@@ -292,7 +284,7 @@ def after_experiments(shapes: Shapes) -> Iterator[str]:
 
 
 def study_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield a finding per task: the best cell, and how many pairs of cells are ordered as published."""
+    """Yield one finding per task on the best cell and the number of pairs of cells ordered as published."""
     for study in shapes.report.studies:
         for task in study.tasks:
             cells = [cell for cell in study.cells if cell.task == task.name and cell.mean is not None]
@@ -302,11 +294,11 @@ def study_findings(shapes: Shapes) -> Iterator[Finding]:
             best = (max if task.higher_is_better else min)(cells, key=lambda cell: cell.mean or 0.0)
             error = "" if best.se is None else f" ± {short(best.se)}"
             answer = f"Best: {clean(best.name)}, {short(best.mean or 0.0)}{error} ({task.metric})."
-            yield Finding(question=f"{clean(task.name)}:", answer=answer, evidence=_order(study, task.name))
+            yield Finding(question=f"{clean(task.name)}:", answer=answer, evidence=_state_order(study, task.name))
 
 
-def _order(study: StudyTable, task: str) -> str:
-    """State how many pairs of cells are ordered as published; empty without published numbers."""
+def _state_order(study: StudyTable, task: str) -> str:
+    """State how many pairs of cells are ordered as published; return "" without published numbers."""
     for order in study.orderings:
         if order.task == task:
             total = order.agree + order.disagree + order.undecided

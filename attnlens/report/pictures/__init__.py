@@ -1,8 +1,7 @@
 """Pictures drawn with matplotlib: maps of layers × heads, fans of curves, overviews.
 
-Contents: `style` (settings, colours and colour maps, formats, ticks), `charts` (the charts of all pictures, and pages
-of panels), and the pictures of one subject: `maps` (heads), `experiments` (also studies and comparisons), `swaps`.
-Each of these three draws overviews, and builds the panels that get files of their own.
+Contents: `style` (settings, colours and colour maps, formats, ticks), `charts` (charts and pages of panels), and three
+modules that draw overviews and build panels: `maps` (heads), `experiments` (also studies and comparisons), `swaps`.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ KINDS: dict[Kind, tuple[Callable[..., Figure], Callable[[Report], list[Panel]], 
     "experiments": (series.experiment_overview, series.experiment_panels, "curves of the experiments"),
     "studies": (series.study_overview, series.study_panels, "results and learning curves"),
 }
-"""Kind of report → functions that draw the overview and build the panels, and a description of the overview."""
+"""Kind of report → function that draws the overview, function that builds the panels, description of the overview."""
 
 
 def list_pictures(shapes: Shapes) -> list[Picture]:
     """List all pictures of a report, the overview first.
 
-    Raise UsageError if the heads or experiments have nothing to draw, or if a value is too large to draw.
+    Raise UsageError if there are no measures or curves to draw, or if a value is too large to draw.
     """
     report = shapes.report
     if report.kind in KINDS:

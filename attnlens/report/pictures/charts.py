@@ -1,7 +1,4 @@
-"""The charts of all pictures (heat maps, fans of lines, dots with intervals), and pages of such charts.
-
-matplotlib's constrained layout places all axes, so that names, numbers, legends and colour bars of any size have room.
-"""
+"""Charts (heat maps, fans of lines, dots with intervals), and pages of charts in matplotlib's constrained layout."""
 
 from __future__ import annotations
 
@@ -46,15 +43,15 @@ def as_array(values: Iterable[float | None]) -> Float[np.ndarray, " values"]:
 
 
 MISSING = "#dddddd"
-CROWD = 400  # number of lines above which a vector file contains the lines as pixels, so that it stays small
+CROWD = 400  # number of lines above which a vector file contains pixels instead of lines, to stay small
 Colours = tuple[Colormap, Normalize, str]
-"""Colour map, norm, and the ends of the colour bar beyond which values occur: `min`, `max`, `both` or `neither`."""
+"""Colour map, norm, and ends of the colour bar that get an arrow: `min`, `max`, `both` or `neither`."""
 Place = tuple[int, int, Part]  # layer, head and part of a cell
 
 
 @dataclass(frozen=True)
 class HeadGrid:
-    """Values of heads as a map: one row per layer, sorted by part, and one column per head; NaN for missing values."""
+    """Values with one row per layer, sorted by part, and one column per head; NaN for missing values."""
 
     values: Float[np.ndarray, "layers heads"]
     layers: Sequence[int]
@@ -63,7 +60,7 @@ class HeadGrid:
 
 
 def grid_of(places: Sequence[Place], values: Iterable[float | None]) -> HeadGrid:
-    """Arrange values as a map; `places` gives layer, head and part of each value."""
+    """Arrange values by layer and head; `places` contains the layer, head and part of each value."""
     part_of = {layer: part for layer, _, part in places}
     layers = sorted(part_of, key=lambda layer: (PARTS.index(part_of[layer]), layer))
     heads = sorted({head for _, head, _ in places})
@@ -97,7 +94,7 @@ def _colour_bar(axes: Axes, mappable: ScalarMappable, label: str, extend: str = 
 
 
 def hatch(axes: Axes, cells: Bool[np.ndarray, "layers heads"], pattern: str) -> None:
-    """Hatch the cells that are True; neighbours in a row share a rectangle, which keeps files of 5,000 heads small."""
+    """Hatch the cells that are True, with one rectangle per run of neighbours in a row to keep files small."""
     for row, hatched in enumerate(cells):
         runs = np.flatnonzero(np.diff(hatched, prepend=False, append=False)).reshape(-1, 2)
         for start, stop in runs.tolist():
@@ -105,7 +102,7 @@ def hatch(axes: Axes, cells: Bool[np.ndarray, "layers heads"], pattern: str) -> 
 
 
 def hatch_box(axes: Axes, corner: tuple[float, float], width: float, height: float, pattern: str = "/////") -> None:
-    """Hatch a rectangle, to mark a missing value."""
+    """Draw a hatched rectangle for a missing value."""
     look: style.Style = {
         "facecolor": MISSING,
         "edgecolor": style.MUTED,
@@ -117,7 +114,7 @@ def hatch_box(axes: Axes, corner: tuple[float, float], width: float, height: flo
 
 
 def mark_cells(axes: Axes, cells: Bool[np.ndarray, "layers heads"], colour: str, edge: str = "none") -> None:
-    """Draw a dot in each cell that is True; its diameter is a quarter of a cell, or less if cells are large."""
+    """Draw a dot in each cell that is True."""
     size = [min(0.25, 0.014 * max(cells.shape))]
     colours: style.Style = {"facecolors": colour, "edgecolors": edge, "linewidths": 0.4, "zorder": 2}
     offsets: style.Style = {"offsets": np.argwhere(cells)[:, ::-1], "offset_transform": axes.transData}
@@ -126,7 +123,7 @@ def mark_cells(axes: Axes, cells: Bool[np.ndarray, "layers heads"], colour: str,
 
 
 def write_cells(axes: Axes, texts: Mapping[tuple[int, int], str], grid: HeadGrid, colours: Colours) -> None:
-    """Write texts, given by (row, column), into the cells of a map: black on light colours, white on dark ones."""
+    """Write texts, keyed by (row, column), into the cells of a map, in black or white depending on the colour."""
     colour_map, norm, _ = colours
     for (row, column), text in texts.items():
         luma = np.dot(colour_map(norm(grid.values[row, column]))[:3], (0.299, 0.587, 0.114))
@@ -135,13 +132,13 @@ def write_cells(axes: Axes, texts: Mapping[tuple[int, int], str], grid: HeadGrid
 
 
 def label_indices(axis: Axis, names: Sequence[int] | Sequence[str]) -> None:
-    """Label the rows or columns of an axis with their names, or with as many names as there is room for."""
+    """Label the rows or columns of an axis with as many of the names as there is room for."""
     axis.set_major_locator(style.IndexTicks(len(names)))
     axis.set_major_formatter(FuncFormatter(lambda place, _: str(names[round(place)])))
 
 
 def label_layers(axes: Axes, layers: Sequence[str], parts: Sequence[str]) -> None:
-    """Label the layers on the y axis, the first at the top; if they belong to several parts, add the parts' names."""
+    """Label the layers on the y axis, the first at the top; if there are several parts, add the names of the parts."""
     label_indices(axes.yaxis, layers)
     axes.set_ylim(len(layers) - 0.5, -0.5)
     groups = [(part, [row for row, of in enumerate(parts) if of == part]) for part in dict.fromkeys(parts)]
@@ -164,9 +161,10 @@ Points = tuple["Float[np.ndarray, ' steps']", "Float[np.ndarray, ' steps']"]  # 
 def fan_chart(
     axes: Axes, lines: Sequence[tuple[int, Points]], layers: int, opacity: tuple[float, float, float] = (60, 0.12, 0.6)
 ) -> None:
-    """Draw one thin line per head in the colour of its layer; `lines` are (row of the layer out of `layers`, points).
+    """Draw one thin line per head in the colour of its layer.
 
-    `opacity` is the sum of the opacities of all lines, and the smallest and the largest opacity of a single line.
+    `lines` are (row of the layer, points), and `layers` is the number of rows. `opacity` contains the total over all
+    lines, and the minimum and maximum for a single line.
     """
     if not lines:
         return
@@ -200,7 +198,7 @@ def draw_over(
     label: str = "",
     marker: str = "",
 ) -> None:
-    """Draw a line with a white border, so that it stands out against other lines; the border is never dashed."""
+    """Draw a line with a solid white border, so that the line stands out against others."""
     axes.plot(*points, color="white", linewidth=width + 1.2, zorder=2)
     look: style.Style = {"color": colour, "linestyle": dash, "linewidth": width, "marker": marker, "markersize": 2.6}
     axes.plot(*points, zorder=3, label=label, **look)
@@ -220,7 +218,7 @@ class Dot:
 
 
 def dot_plot(axes: Axes, rows: Sequence[Collection[Dot]], names: Sequence[str] | None = None) -> None:
-    """Draw the rows of dots, from the top down, with intervals as thick pale lines, and label the rows with `names`."""
+    """Draw rows of dots with their intervals, from the top down, and label the rows with `names`."""
     for row, dot in ((row, dot) for row, dots in enumerate(rows) for dot in dots):
         if dot.value is None:
             place: style.Style = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
@@ -250,17 +248,17 @@ LINE = 0.128  # inches per line of a caption
 
 @dataclass(frozen=True)
 class Panel:
-    """Chart that is drawn on a page or in its own file, with its texts and size."""
+    """Chart for a page or for a separate file, with its texts and size."""
 
     stem: str  # file name without suffix
     title: str  # title above the chart
-    note: str  # line under the title; empty if a legend takes its place
-    caption: str  # explanation for readers, shown if the panel has its own file
+    note: str  # line under the title; empty if there is a legend instead
+    caption: str  # explanation, shown in a separate file
     draw: Callable[[Axes], None]
     rows: int = 12  # height, in lines of text
-    width: float = 4.6  # width of the axes in inches if the panel has its own file
+    width: float = 4.6  # width of the axes in inches in a separate file
     layers: Sequence[str] = ()
-    """Names of the layers, if colours show them; in a row, the last panel with such layers gets a colour bar."""
+    """Names of the layers, if colours represent layers; the last such panel in a row gets a colour bar."""
     parts: Sequence[Panel] = ()  # panels that are drawn instead of this panel, three per row
 
 
@@ -287,7 +285,7 @@ def model_facts(report: Report) -> list[str]:
 def caption_panels(
     report: Report, panels: Collection[Panel], title: str, facts: Iterable[str], notes: Iterable[str] = ()
 ) -> str:
-    """Return the caption of a page: title and facts, a paragraph per panel, notes, input, errors, nulls and symbols."""
+    """Format the caption of a page: title, facts, one paragraph per panel, notes, and explanations of the measures."""
     known = [*filter(None, facts)]
     paragraphs = [f"{title}: {', '.join(known)}" if known else title]
     for letter, panel in zip(cycle(ascii_lowercase), panels, strict=False):
@@ -306,7 +304,7 @@ def caption_panels(
 
 
 def _explain_measures(report: Report, names: Collection[str]) -> list[str]:
-    """Explain the null of these measures, and the symbols of the analyzers that compute them."""
+    """Explain the nulls and the symbols of these measures."""
     nulls = {name for head in report.heads for name, measure in head.measures.items() if measure.null is not None}
     nulls |= {name for experiment in report.experiments for name in names if experiment.null(name) is not None}
     infos = [find_measure(name) for name in sorted(nulls.intersection(names))]
@@ -337,7 +335,7 @@ def overview(
     *,
     bare: bool = False,
 ) -> Figure:
-    """Draw a page of panels with lettered titles; the figure's label is its caption.
+    """Draw a page of panels with lettered titles; the figure's label is the caption.
 
     The page shows `facts` under `title` (by default the model's name), `hint` at the bottom left, and `more` at the
     bottom right. A `bare` page shows the panels only.
@@ -376,7 +374,7 @@ def _letter(rows: Sequence[Row]) -> list[Row]:
 
 
 def panel_figure(report: Report, panel: Panel, *, bare: bool = False) -> Figure:
-    """Draw one panel, or its parts, with its caption below unless `bare`; the figure's label is the full caption."""
+    """Draw a panel or its parts, with a caption below unless `bare`; the figure's label is the full caption."""
     parts = panel.parts or [panel]
     facts = filter(None, [report.model.title, *model_facts(report), clean(report.settings.input_summary)])
     rows = arrange(parts, min(3, len(parts)), float(np.clip(0.2 * parts[0].rows, 2.0, 8.0)))
@@ -402,11 +400,11 @@ MOST_ACROSS = 3  # panels per row of a bare figure; more would be narrower than 
 NARROW = 5.0  # inches: largest width of the axes of a panel that fits into one column
 BARE_SCALE = 0.72  # height of the axes of a bare figure / that of other figures
 BARE_SIDE = 0.04  # inches: margin of a bare figure
-PER_INCH = 15  # characters of BARE_POINTS per inch
+PER_INCH = 15  # characters per inch of text of size BARE_POINTS
 
 
 def _bare_figure(rows: Sequence[Row], caption: str) -> Figure:
-    """Draw the panels at the width of one or two columns of a paper, with one text size and no notes or headings."""
+    """Draw the panels without notes and headings, at the width of one or two columns of a paper."""
     panels = [panel for row in rows for panel in row.panels if panel is not None]
     if max(len(row.panels) for row in rows) > MOST_ACROSS:
         rows = arrange(panels, MOST_ACROSS, rows[0].height)
@@ -444,7 +442,7 @@ def _bare_panel(panel: Panel, ambiguous: bool) -> Panel:
 
 
 def _enlarge_text(figure: Figure, room: float) -> None:
-    """Give all text of a bare figure the same size, and break labels longer than `room`, a panel's width in inches."""
+    """Set all text of a figure to BARE_POINTS, and wrap labels to `room`, the width of a panel in inches."""
     for axes in figure.findobj(Axes):
         axes.tick_params(labelsize=style.BARE_POINTS)
         legend = axes.get_legend()
@@ -457,7 +455,7 @@ def _enlarge_text(figure: Figure, room: float) -> None:
 
 
 def _drop_wide_numbers(figure: Figure) -> None:
-    """Remove the numbers in the cells of each map if one of them is wider than its cell."""
+    """Remove the numbers from each map in which a number is wider than a cell."""
     for axes in figure.axes:
         numbers = [text for text in axes.texts if axes.images and not isinstance(text, Annotation)]
         if numbers:
@@ -504,8 +502,8 @@ def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float, 
                 strip.text(
                     0, 0, row.heading, transform=strip.transAxes, fontsize=8.5, color=style.MUTED, style="italic"
                 )
-    # The positions are fixed once for all file formats, and rounded, because the layout's last digits depend on the
-    # order in which its solver eliminates variables, which differs from run to run; equal reports give equal bytes.
+    # Positions are rounded, because the last digits of the layout differ between runs, and equal reports must give
+    # equal bytes.
     if bare:
         _enlarge_text(figure, width / max(len(row.panels) for row in rows) - BESIDE)
     rect = (side / width, below / height, 1 - 2 * side / width, 1 - (above + below) / height)

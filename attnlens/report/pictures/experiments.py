@@ -1,4 +1,4 @@
-"""Pictures of experiments, of checkpoints, of studies, and of comparisons of two models."""
+"""Pictures of experiments, series of checkpoints, studies, and comparisons of two models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-WHOLE_RANGE = 1e6  # ratio of the largest distance to the smallest one that has a colour of its own
+WHOLE_RANGE = 1e6  # ratio of the largest to the smallest distance on the colour scale
 QUANTITIES = {"correlation": "correlation (cosine) to SVM"}  # Quantity of curves → clearer axis label
 NAME = 34  # maximum number of characters in a cell's name
 OWN, PUBLISHED = style.CATEGORIES[0], style.CATEGORIES[2]
@@ -69,7 +69,7 @@ def comparison_panels(report: Report) -> list[Panel]:
 
 
 def draw_differences(axes: Axes, comparison: Comparison, name: str, number: Names = str) -> None:
-    """Draw a map of a distance between two models' heads in logarithmic colours; dots mark `named` changes."""
+    """Draw a map of a distance between two models' heads; dots mark significant changes large enough to matter."""
     rows = {(row.layer, row.head): row for row in comparison.rows if row.measure == name and (row.delta or 0) > 0}
     places = [(head.layer, head.head, head.part) for head in comparison.heads]
     changes = [rows.get(place[:2]) for place in places]
@@ -118,7 +118,7 @@ def study_overview(report: Report, *, bare: bool = False) -> Figure:
 
 
 def study_panels(report: Report) -> list[Panel]:
-    """Build the panels of each task: results, validation loss during training, and one per measure of the heads."""
+    """Build the panels of each task: results, validation losses, and one panel per measure of the heads."""
     return [panel for study in report.studies for task in study.tasks for panel in _task_panels(study, task)]
 
 
@@ -147,7 +147,7 @@ def _task_panels(study: StudyTable, task: StudyColumn) -> Iterator[Panel]:
 
 
 def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
-    """Draw one row per cell: seeds, mean, standard error (or a text if the cell did not converge), published result."""
+    """Draw one row per cell with the results of all seeds, mean ± standard error, and the published result."""
     factor = 100.0 if task.metric == "accuracy" else 1.0
     rows = []
     for row, cell in enumerate(cells):
@@ -186,13 +186,13 @@ def draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Float[np.
 MOST = 12  # maximum number of measures of a series of checkpoints on one page
 MARKED = 12  # number of steps up to which each step has a marker
 COLOURS = tuple(style.CATEGORIES[number] for number in (0, 2, 4, 5, 1, 6))  # distinguishable on white
-COMPARED = "published"  # file name, without suffix, of the picture that compares our figures with published ones
-MOST_ROWS = 80  # maximum number of figures in this picture; the farthest from their references are kept
-FARTHEST = 3.0  # deviation from the reference, in tolerances, from which a figure is drawn at the edge
+COMPARED = "published"  # file name, without suffix, of the picture that compares our values with references
+MOST_ROWS = 80  # maximum number of values in this picture, those farthest from their references
+FARTHEST = 3.0  # deviation from the reference, in tolerances, from which a value is drawn at the edge
 
 
 def experiment_overview(report: Report, *, bare: bool = False) -> Figure:
-    """Draw the panels on a page, three per row; if heads are tracked over steps, only the first MOST, four per row."""
+    """Draw the panels on one page; if heads are tracked over steps, draw only the first MOST panels."""
     panels = experiment_panels(report)
     followed = any(experiment.trajectories for experiment in report.experiments)
     curves = [panel for panel in panels if panel.stem != COMPARED][: MOST if followed else None]
@@ -207,7 +207,7 @@ def experiment_overview(report: Report, *, bare: bool = False) -> Figure:
 
 
 def experiment_panels(report: Report) -> list[Panel]:
-    """Build the panels of each experiment's curves or trajectories, and a panel of figures beside their references."""
+    """Build the panels of each experiment's curves or trajectories, and one that compares values with references."""
     panels: list[Panel] = []
     for experiment in report.experiments:
         if experiment.trajectories:
@@ -221,7 +221,7 @@ def experiment_panels(report: Report) -> list[Panel]:
 def scale_steps(axes: Axes, steps: Sequence[float], name: str) -> None:
     """Scale and label the x axis: logarithmic if at least three positive steps span a factor of 20, otherwise linear.
 
-    A logarithmic axis is linear between a step at 0 and the first positive step; negative steps need a linear axis.
+    A logarithmic axis that starts at 0 is linear up to the first positive step. Negative steps need a linear axis.
     """
     present = sorted(set(steps)) or [0.0, 1.0]
     low, high = present[0], present[-1]
@@ -297,15 +297,12 @@ def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | No
     if lowest > 0 and most >= 30 * least:  # the median spans a factor of 30
         return lowest, highest, True
     low, high = np.percentile(values, [0.5, 99.5])
-    low, high = min(float(low), least), max(float(high), most)  # show all values unless the last 1 % double the range
+    low, high = min(float(low), least), max(float(high), most)  # omit the outermost 1 % if they double the range
     return (lowest, highest, False) if highest - lowest <= 2 * (high - low) else (low, high, False)
 
 
 def groups(experiment: Experiment) -> dict[str, dict[str, Curve]]:
-    """Group curves by picture title and quantity; the quantity is added to titles that are not unique.
-
-    The title of a curve without a picture is "" or, if the curve has no quantity, the curve's label.
-    """
+    """Group the curves that are drawn in the same picture, keyed by the picture's title."""
     titles: dict[tuple[str, str | None], dict[str, Curve]] = {}
     for name, curve in experiment.curves.items():
         picture = curve.picture or ("" if curve.quantity else format_label(experiment, name))
@@ -348,7 +345,7 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
             linewidth=1.4,
             marker="o" if len(steps) <= MARKED else "",
             markersize=3,
-            clip_on=cut,  # a line to a value that a logarithmic axis lacks would leave the frame
+            clip_on=cut,  # lines to values below a logarithmic axis would leave the frame
             label=style.shorten_label(clean(curve.label or format_label(experiment, name)), 40),
         )
     scale_steps(axes, [step for curve in curves.values() for step in curve.steps], experiment.axis)
@@ -386,7 +383,7 @@ def _finite_values(curves: Mapping[str, Curve]) -> Float[np.ndarray, " values"]:
 
 
 def _compared_panels(report: Report) -> list[Panel]:
-    """Build the panel that compares figures with their references; return [] if no figure is tested."""
+    """Build a list with the panel that compares values with references; return [] if no value is tested."""
     figures = [(e, figure) for e in report.experiments for figure in e.final if e.meets(figure) is not None]
     if not figures:
         return []
@@ -403,7 +400,7 @@ def _compared_panels(report: Report) -> list[Panel]:
 
 
 def deviation(experiment: Experiment, figure: str) -> float:
-    """Compute (ours − reference) / tolerance, clipped to ±3; 0 or ±3 without tolerance, −3 if our value is missing."""
+    """Compute (ours − reference) / tolerance, clipped to ±FARTHEST; return −FARTHEST if our value is missing."""
     ours = experiment.final.get(figure)
     if ours is None:
         return -FARTHEST
@@ -413,7 +410,7 @@ def deviation(experiment: Experiment, figure: str) -> float:
 
 
 def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
-    """Draw one row per compared figure: its `deviation`, over the shaded allowed range."""
+    """Draw one row per value: the deviation from the reference as a dot, and the allowed range as a shaded area."""
     edge = FARTHEST * 1.1
     dots = []
     for row, (experiment, figure) in enumerate(rows):

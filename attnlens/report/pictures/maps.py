@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 
 SIDE = 40  # number of characters of a formula that fit along the y axis
 WIDE_RANGE = 20.0
-"""Ratio of the largest value to the least last value of falling median curves, above which an axis is logarithmic."""
+"""Ratio of the largest value to the smallest end of a median curve above which the axis is logarithmic."""
 PART_LINES = ("-", "--", ":")  # line styles of the parts' medians on shared axes
 CELL = 0.42  # side of a cell in inches, if the page has room
-STEPS = 64  # number of colours sampled from a colour map for the maps that pages draw themselves
+STEPS = 64  # number of colours that the script of a page gets from a colour map
 THIRDS = 3
 FURTHEST = 1e300  # Largest absolute value that can be drawn: drawing computes differences, and float64 ends at 1.8e308
 
 
 def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
-    """Format the caption of a map, one line per fact: meaning, range, null or error, missing values, coverage."""
+    """Format the caption of a map: one line each on meaning, range, null or error, missing values and coverage."""
     present, lines = reading.present, []
     if not reading.labels:
         least, most = (style.typeset(float(end), decimals_for(present)) for end in (present.min(), present.max()))
@@ -78,13 +78,13 @@ def curve_caption(shapes: Shapes, name: str) -> str:
 
 
 def _caption(shapes: Shapes, info: MeasureInfo, lines: Sequence[str]) -> str:
-    """Join a caption: the measure's meaning and caveat, these lines, and the coverage."""
+    """Format a caption: the measure's meaning and caveat, further lines, and the coverage."""
     meaning = capitalise(f"{info.meaning}: {info.formula}" if info.formula else info.meaning)
     return "\n".join(filter(None, [meaning, info.caution, *lines, layout_line(shapes)]))
 
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:
-    """Describe the black lines of a fan in one line; return "" if a legend describes the medians of several parts."""
+    """Describe the median and quartile lines; return "" if the model has several parts, because these have a legend."""
     first, *others = groups_by_part(shapes, name)
     heads, steps = first.complete.shape
     some = f"black: median, quartiles of {heads} of {len(first.curves)} heads, ≥ {steps} steps"
@@ -92,7 +92,7 @@ def short_curve_caption(shapes: Shapes, name: str) -> str:
 
 
 def short_caption(reading: MeasureMap) -> str:
-    """Format, on one line, the null as mean ± sd or, without a null, identification, number of inputs and error."""
+    """Format the null as mean ± sd or, without a null, the number of inputs and the median standard error."""
     if reading.null is not None:
         decimals = decimals_for(reading.null[1:] if reading.null[1] else reading.null, figures=2)
         mean, sd = (style.typeset(number, decimals) for number in reading.null)
@@ -117,7 +117,7 @@ def heading(info: MeasureInfo) -> str:
 
 
 def heading_of_shares(shapes: Shapes, whole: str) -> str:
-    """Format the name of a set of measures that sum to 1; add `(not identified)` if one of the measures is not."""
+    """Format the name of a set of measures that sum to 1; add `(not identified)` if this applies to any of them."""
     unsure = any(shapes.info(name).identified == "nowhere" for name in shapes.shares[whole])
     return title_of(whole) + " (not identified)" * unsure
 
@@ -137,7 +137,7 @@ def source_heading(shapes: Shapes, name: str) -> str:
 
 
 def head_panels(shapes: Shapes) -> list[Panel]:
-    """Build the panels that get files of their own: varying measures, curves, and margins of selections.
+    """Build the panels for separate files: measures that differ between heads, curves, and margins of selections.
 
     Raise UsageError if the report contains no measures or curves, or if a value is too large to draw.
     """
@@ -171,10 +171,7 @@ def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) ->
 
 
 def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) -> None:
-    """Draw the map with a row per layer (the first at the top) and a column per head; hatch heads without a value.
-
-    With `numbers`, write the values into the cells if they fit.
-    """
+    """Draw the map of a measure; if `numbers`, write the values into the cells if all of them fit."""
     colours = scale(reading)
     grid = HeadGrid(reading.values, shapes.layers, shapes.heads, shapes.parts)
     bar = charts.heat_map(axes, grid, colours)
@@ -191,11 +188,11 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
             bar.ax.plot([0.5, 0.5], ends, color=colour, linewidth=width, scalex=False, scaley=False)
             bar.ax.plot([0, 1], [mean, mean], color=colour, linewidth=width, scalex=False, scaley=False)
     if numbers and max(grid.values.shape) * CELL <= 8:  # the largest map on a page, in inches
-        charts.write_cells(axes, _numbers_that_fit(reading), grid, colours)
+        charts.write_cells(axes, _fit_numbers(reading), grid, colours)
 
 
-def _numbers_that_fit(reading: MeasureMap) -> dict[tuple[int, int], str]:
-    """Format the known values, by (row, column), with as many decimals as fit; {} if no number of decimals fits."""
+def _fit_numbers(reading: MeasureMap) -> dict[tuple[int, int], str]:
+    """Format the known values, keyed by (row, column), with as many decimals as fit; return {} if none fit."""
     full, most = decimals_for(reading.present), 5 + (reading.values.shape[1] * CELL < 3.4)
     known = [(at, value) for at, value in np.ndenumerate(reading.values) if not np.isnan(value)]
     # fewer decimals than in the table are better than no numbers
@@ -207,13 +204,13 @@ def _numbers_that_fit(reading: MeasureMap) -> dict[tuple[int, int], str]:
 
 
 def scale(reading: MeasureMap) -> Colours:
-    """Choose colours, norm and open ends of a map's colour bar; colours diverge from 0 if values can be negative."""
+    """Choose a map's colours (diverging from 0 if values can be negative), norm, and colour-bar arrows."""
     if reading.labels:
         highest = max(max(reading.labels), len(reading.info.labels) - 1)
         colours = [style.CATEGORIES[number % len(style.CATEGORIES)] for number in range(highest + 1)]
         return ListedColormap(colours), BoundaryNorm(np.arange(highest + 2) - 0.5, highest + 1), "neither"
-    # values farther from the 1st–99th percentile range than its width get the last colour, and an arrow marks that end
-    # of the colour bar, so that one head does not give all others the same shade
+    # outliers get the last colour, so that a single head does not give all others the same shade: values whose distance
+    # from the range between the 1st and 99th percentile exceeds the width of this range
     least, low, high, most = map(float, np.percentile(reading.present, [0, 1, 99, 100]))
     cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
     extend = ("neither", "min", "max", "both")[cut_low + 2 * cut_high]
@@ -221,14 +218,14 @@ def scale(reading: MeasureMap) -> Colours:
     if (reading.info.low or 0.0) < 0 or reading.present.min() < 0:
         half = max(abs(low), abs(high)) or 1.0
         return style.DIVERGING, CenteredNorm(0, half), extend
-    # reports have nine digits: a relative spread near that is rounding, which must not span all colours
+    # reports have nine digits; a relative spread this small is only rounding and must not span all colours
     if high - low <= SAME * abs(high):
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
     return style.SEQUENTIAL, Normalize(low, high), extend
 
 
 def palette(reading: MeasureMap) -> dict[str, object]:
-    """Return limits, open ends and colours (samples, or one per category) of `scale` for the scripts of pages."""
+    """Return a map's colours and limits for the script of a page."""
     colours, norm, extend = scale(reading)
     steps = colours.N if isinstance(norm, BoundaryNorm) else STEPS
     samples = [to_hex(colour) for colour in colours(np.linspace(0, 1, steps))]
@@ -238,7 +235,7 @@ def palette(reading: MeasureMap) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class CurveGroup:
-    """Heads of one part, or of some neighbouring layers, with one curve each."""
+    """Curves of the heads of one part, or of neighbouring layers."""
 
     title: str  # name of the part, or `layers 0–3`
     rows: Sequence[int]  # rows of the layers in `Shapes.layers`
@@ -246,26 +243,26 @@ class CurveGroup:
 
     @cached_property
     def complete(self) -> Float[np.ndarray, "heads steps"]:
-        """Curves of at least the most common length (if tied, the largest), cut to that length."""
+        """Curves that are at least as long as the most common length, cut to this length."""
         lengths = Counter(len(curve) for _, curve in self.curves)
         steps = max(lengths, key=lambda length: (lengths[length], length))
         return np.stack([curve[:steps] for _, curve in self.curves if len(curve) >= steps])
 
     @cached_property
     def quartiles(self) -> Float[np.ndarray, "3 steps"]:
-        """Lower quartile, median and upper quartile over the complete curves, with the same heads at every step."""
+        """Lower quartile, median and upper quartile of the complete curves at each step."""
         quartiles: Float[np.ndarray, "3 steps"] = np.percentile(self.complete, [25, 50, 75], axis=0)
         return quartiles
 
     @property
     def note(self) -> str:
-        """Text on the curves' first values (median and quartiles over heads) and on the number of heads."""
+        """Median and quartiles of the curves' first values, and the number of heads, as text."""
         low, middle, high = (style.typeset(float(value), 2) for value in self.quartiles[:, 0])
         return f"starts at {middle} (quartiles {low} to {high}), {format_count(len(self.curves), 'head')}"
 
 
 def groups_by_part(shapes: Shapes, name: str) -> list[CurveGroup]:
-    """Group a curve's heads by part; parts see different inputs, so their heads are not pooled."""
+    """Group a curve's heads by part of the model."""
     rows = sorted({row for row, _ in shapes.curves[name]})
     return _groups(shapes, name, group_pairs((shapes.parts[row], row) for row in rows))
 
@@ -288,12 +285,12 @@ def _groups(shapes: Shapes, name: str, members: Mapping[str, Sequence[int]]) -> 
 
 
 def first_step(info: MeasureInfo) -> int:
-    """Return a curve's first step: 1 for an index k, as in the formulas, else 0, as for a distance."""
+    """Return a curve's first step: 1 if the steps are an index k, otherwise 0."""
     return int(info.steps == "index")
 
 
 def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> Panel:
-    """Build the panel of a curve, with one line per head; if `split`, each part of the model has its own axes."""
+    """Build the panel of a curve, with one line per head and, if `split`, separate axes for each part of the model."""
     groups, draw = groups_by_part(shapes, name), partial(draw_fan, shapes=shapes, name=name)
     title, caption, whole = heading(shapes.info(name)), curve_caption(shapes, name), partial(draw, groups=groups)
     panel = Panel(name, title, note, caption, whole, rows=18, width=4.9, layers=shapes.layer_names)
@@ -304,7 +301,7 @@ def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> P
 
 
 def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]) -> None:
-    """Draw the heads' curves and each group's median; a single group also gets quartiles. Axis limits fit all heads."""
+    """Draw the curves of all heads, the median of each group and, for a single group, the quartiles."""
     info = shapes.info(name)
     lines = [(row, _points(info, curve)) for group in groups for row, curve in group.curves]
     charts.fan_chart(axes, lines, len(shapes.layers))
@@ -336,13 +333,13 @@ def _points(info: MeasureInfo, curve: Float[np.ndarray, " steps"]) -> Points:
 
 
 def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray, " steps"]]) -> bool:
-    """Return True if curves fall so far, judged by all values and by medians, that they need a logarithmic axis."""
+    """Return True if curves fall so far that they need a logarithmic axis."""
     falling = values.min() >= 0 and all(median[0] > median[-1] > 0 for median in medians)
     return bool(falling and values.max() > WIDE_RANGE * min(median[-1] for median in medians))
 
 
 def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup], group: CurveGroup) -> None:
-    """Draw the curves of one group's heads, their median and quartiles, and (dotted) medians of the other groups."""
+    """Draw one group's curves with median and quartiles, and the medians of the other groups as dotted lines."""
     draw_fan(axes, shapes, name, [group])
     for number, other in enumerate(other for other in groups if other is not group):
         colour = style.DEPTH(charts.scale_depth(len(shapes.layers))(float(np.mean(other.rows))))
@@ -352,7 +349,7 @@ def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGrou
         axes.legend(loc="lower right", handlelength=2.6)
 
 
-CROWDED = 24  # number of layers above which there are no gaps between layers, since they would dominate
+CROWDED = 24  # number of layers above which layers are drawn without gaps
 ACROSS = 3
 NOTE = 54  # number of characters that fit under a panel's title
 HEIGHT = 2.0  # inches of a panel's axes
@@ -364,7 +361,7 @@ SELECTION_CAPTION = (
 
 
 def overview_figure(shapes: Shapes, *, bare: bool = False) -> Figure:
-    """Draw a page of up to six panels in one or two rows (see `page_rows`). Raise UsageError if there are no panels."""
+    """Draw a page of up to six panels. Raise UsageError if no measure differs between heads."""
     rows = page_rows(shapes)
     if not rows:
         raise UsageError("No measure differs between heads: there is nothing to draw.", "Use --json or --csv.")
@@ -386,11 +383,7 @@ def overview_figure(shapes: Shapes, *, bare: bool = False) -> Figure:
 
 
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
-    """Arrange panels in rows: one row for each of the first two sources, or up to two rows for a single source.
-
-    With a single source, the first row shows a curve by depth if there is one; else the first two spaces have a row
-    each if there are several.
-    """
+    """Arrange the overview's panels in up to two rows: by source or, if all have the same source, by depth or space."""
     by_source = group_pairs((source_of(name), name) for name in (*shapes.readings, *shapes.curves))
     groups = []  # for each source, its names by space; names without a space join the first space
     for names in by_source.values():
@@ -417,7 +410,7 @@ def page_rows(shapes: Shapes) -> list[list[Panel]]:
 
 
 def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
-    """Choose up to `room` panels: the first set of shares, maps of measures (single shares last), then curves."""
+    """Choose up to `room` panels from these measures: a set of shares, maps, and curves."""
     of_source = {name: shapes.readings[name] for name in names if name in shapes.readings}
     wholes = [whole for whole, parts in shapes.shares.items() if parts[0] in of_source][:1]
     parts = {name for whole in wholes for name in shapes.shares[whole]}
@@ -442,10 +435,10 @@ def _noted_map(shapes: Shapes, name: str) -> Panel:
 
 
 def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
-    """Draw one bar per head, whose parts sum to 1; sort each layer by the first part, and hatch layers without bars."""
+    """Draw one bar of shares per head, sorted within each layer by the first share; hatch layers without values."""
     names = shapes.shares[whole]
     height = 1.0 if len(shapes.layers) > CROWDED else 0.86
-    # Each layer ends with the lower end of its last line, and then NaN, which separates the layer from the next.
+    # Each layer ends with the lower edge of its last bar and a NaN, which separates the layer from the next.
     ends, heads = [], []
     for row, shares in enumerate(_complete_heads(shapes, names)):
         count = shares.shape[1]
@@ -466,7 +459,7 @@ def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
 
 
 def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (label, colour) of each part; labels omit the first words if all parts share them."""
+    """Return (label, colour) of each measure; labels omit leading words that all measures share."""
     shared = os.path.commonprefix([title_of(name) for name in names])  # noqa: RUF071  # titles, not paths
     labels = [title_of(name)[shared.rfind(" ") + 1 :] for name in names]
     colours = zip(labels, cycle(style.CATEGORIES), strict=False)
@@ -474,13 +467,13 @@ def named_parts(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _complete_heads(shapes: Shapes, names: Sequence[str]) -> list[Float[np.ndarray, "parts heads"]]:
-    """Return, for each layer, the values of these measures in the heads that have a value of each of them."""
+    """Return, for each layer, the values of the heads that have all of these measures."""
     stack = np.stack([shapes.readings[name].values for name in names], axis=1)
     return [layer[:, ~np.isnan(layer).any(axis=0)] for layer in stack]
 
 
 def has_all(shapes: Shapes, names: Sequence[str]) -> bool:
-    """Return True if every layer has a head with a value of each of these measures."""
+    """Return True if every layer has a head that has all of these measures."""
     return all(layer.size for layer in _complete_heads(shapes, names))
 
 

@@ -27,7 +27,7 @@ SETTINGS = {  # Settings that override matplotlib's defaults; the user's matplot
     "font.size": 7.5,
     "axes.titlesize": 8.5,
     "axes.titlelocation": "left",
-    "axes.titley": 1.0,  # otherwise each pass of the layout measures all ticks once more to place the titles
+    "axes.titley": 1.0,  # otherwise each pass of the layout measures all ticks again to place the titles
     "axes.linewidth": 0.6,
     "axes.edgecolor": "#555555",
     "axes.spines.top": False,
@@ -52,7 +52,7 @@ BARE = dict.fromkeys(("font.size", "axes.titlesize", "legend.fontsize"), BARE_PO
 
 Style = dict[str, Any]  # keywords of a matplotlib artist
 
-FORMATS: dict[str, dict[str, None]] = {  # Suffix → metadata to leave out, so that the bytes depend only on the report
+FORMATS: dict[str, dict[str, None]] = {  # Suffix → metadata to omit, so that the bytes depend only on the report
     ".png": {"Software": None},
     ".svg": {"Date": None, "Creator": None},
     ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
@@ -68,16 +68,16 @@ DEPTH = ListedColormap(SEQUENTIAL(np.linspace(0, 0.92, 256)), name="depth")
 """Colours from dark (first layer) to light (last layer), without the lightest yellow, which is invisible on paper."""
 
 PART_COLOURS = dict(zip(("positive", "negative", "skew", "key", "distance", "interaction"), CATEGORIES, strict=False))
-"""Colour of each part of the scores, the same in every picture; other parts take CATEGORIES in turn."""
+"""Colour of each part of the scores in all pictures; other parts get the colours of CATEGORIES in turn."""
 
-DPI = 200  # dots per inch of a picture with its own file; the overview, meant for print, has 300
+DPI = 200  # dots per inch of a single panel; overviews, which are often printed, have 300
 
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # digits as superscripts
 
 
 @contextmanager
 def house_style(*, bare: bool = False) -> Iterator[None]:
-    """Apply attnlens' settings of matplotlib inside the block; ignore warnings about characters that the font lacks."""
+    """Apply matplotlib settings and ignore warnings about missing glyphs within the `with` block."""
     with matplotlib.style.context(["default", SETTINGS, BARE if bare else {}]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
@@ -119,13 +119,13 @@ class Powers(Formatter):
 
 
 class IndexTicks(Locator):
-    """Ticks at `first` and at multiples of a round step below `first` + `count`, as many as there is room for."""
+    """Ticks in round steps for `count` indices from `first` on, as many as there is room for."""
 
     def __init__(self, count: int, first: int = 0) -> None:
         self.count, self.first = count, first
 
     def __call__(self) -> list[int]:
-        """Return the ticks for which the axis has room at its present size."""
+        """Return the ticks for which the axis currently has room."""
         # matplotlib's estimate of the room is for longer labels than a layer's or head's number
         assert isinstance(self.axis, Axis)  # noqa: S101  # for the type checker: set_major_locator has set it
         room = int(1.4 * self.axis.get_tick_space())
@@ -134,7 +134,7 @@ class IndexTicks(Locator):
         return [self.first, *(tick for tick in later if tick - self.first > step / 2)]
 
     def tick_values(self, vmin: float, vmax: float) -> list[int]:
-        """Return the ticks, whatever the view limits are."""
+        """Return the ticks, ignoring the view limits."""
         return self()
 
 
@@ -146,7 +146,7 @@ def tick_positions(count: int, most: int) -> list[int]:
 
 
 def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
-    """Label the first and last tick, and others at least a share `gap` of the axis away from every labelled tick."""
+    """Label the first and last tick, and ticks whose distance from labelled ticks is at least `gap` axis lengths."""
     places = axis.get_transform().transform(np.asarray(ticks, dtype=float))
     span = float(np.ptp(places)) or 1.0
     labelled = sorted({0, len(ticks) - 1})
@@ -158,7 +158,7 @@ def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
 
 
 def label_powers(axis: Axis, least: float) -> None:
-    """Label 0 and, if there is room, ± powers of ten of at least `least`, on an axis that is linear only near 0."""
+    """Label 0 and, if there is room, positive and negative powers of ten with a size of at least `least`."""
     low, high = sorted(axis.get_view_interval())
     powers = [power for power in 10.0 ** np.arange(-12, 12) if power >= 0.99 * least]
     ticks = [-power for power in reversed(powers)] + [0.0, *powers]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 OWN, GREY = style.CATEGORIES[0], "#8c8c8c"
 RISES = {"loss": "rise in the loss", "kl": "KL to the original", "hidden": "distance of the last hidden states"}
-"""`judged_by` of swaps → quantity that is shown for several kernels."""
+"""`judged_by` of a swap → quantity shown for each kernel."""
 MARKS: dict[ControlRole, tuple[str, str, str]] = {
     "same size": ("D", "◆", "sink-window of equal size"),
     "one key": ("v", "▼", "one key"),
@@ -42,7 +42,7 @@ MARKS: dict[ControlRole, tuple[str, str, str]] = {
     "without filter": (">", "▶", "kernel (or far part) alone"),
     "far part, healed": ("^", "▲", "far part, healed"),
 }
-"""Role of a control → its marker, the marker as a text character, and a description."""
+"""Role of a control → marker in matplotlib, marker as a character, and description."""
 SITES = (
     "‖new − original‖ / ‖original‖ of the output of each layer's attention, computed on the original model's queries, "
     "keys and values. Hatched: no value."
@@ -70,7 +70,7 @@ DASHED: style.Style = {"linewidth": 0.8, "linestyle": (0, (4, 2))}  # line at th
 
 
 def swap_overview(report: Report, *, bare: bool = False) -> Figure:
-    """Draw all panels on a page; a comparison of kernels comes above the other panels."""
+    """Draw all panels of a swap on one page."""
     swap, several, panels = report.swaps[0], len(report.swaps) > 1, _overview_panels(report)
     across = len(panels) if len(panels) <= 3 else 2
     rows = [panels[start : start + across] for start in range(0, len(panels), across)]
@@ -86,7 +86,7 @@ def swap_overview(report: Report, *, bare: bool = False) -> Figure:
 
 
 def swap_panels(report: Report) -> list[Panel]:
-    """Build the panels that get files of their own; each kernel with a sweep has its own panels of the sweep."""
+    """Build the panels for separate files, including panels on the sweep of each kernel."""
     panels = [panel for panel in _overview_panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
     pairs = [(swap, f"-{clean(swap.kernel)}" * (len(report.swaps) > 1)) for swap in report.swaps if swap.sweep]
     panels += [_sweep_panel(swap, f"sweep{suffix}", report.model.layer_number) for swap, suffix in pairs]
@@ -164,7 +164,7 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
 
 
 def scale_widely(axes: Axes, which: Literal["x", "y"], values: Iterable[float]) -> None:
-    """If the largest value would hide the smallest, make an axis linear near 0 and logarithmic farther out."""
+    """If values span more than a factor of WIDE, make an axis linear near 0 and logarithmic farther out."""
     sizes = sorted(size for value in values if math.isfinite(size := abs(value)) and size >= FINEST)
     if sizes and sizes[-1] >= WIDE * sizes[0]:
         border = 10.0 ** math.floor(math.log10(sizes[0]))
@@ -177,9 +177,9 @@ def _dot(swap: Swap, outcome: Outcome, colour: str = OWN, size: float = 4.5) -> 
 
 
 def _rise(outcome: Outcome, name: str, gap: str) -> str:
-    """Format the rise in perplexity, or DESTROYED, on a new line of a label: `perplexity +5.6 % (4.9 to 6.4 %)`.
+    """Format the rise in perplexity, or DESTROYED, as a new line of a label; return "" if the rise is unknown.
 
-    `name` precedes the rise, and `gap` its interval. Return "" if the rise is unknown.
+    `name` comes before the rise, `gap` before the interval.
     """
     if outcome.perplexity is None or outcome.loss is None:
         return f"\n{DESTROYED}" * outcome.destroyed
@@ -201,7 +201,7 @@ def _stages_panel(swap: Swap) -> Panel:
 
 
 def draw_stages(axes: Axes, swap: Swap) -> None:
-    """Draw the loss (or, if there is none, a distance) of the original, each stage and, in grey, each control."""
+    """Draw the loss (or, without a loss, a distance) of the original, the stages and the controls."""
     lossy, controls = swap.judged_by == "loss", _drawn_controls(swap)
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     original = (losses[0].before if losses else None) if lossy else 0.0
@@ -209,7 +209,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     dots = [Dot(original, colour=style.INK, size=5)]
     for number, outcome in enumerate(outcomes):
         dot = _dot(swap, outcome, OWN if number < stages else GREY, size=5)
-        if lossy and outcome.loss is not None:  # the interval is that of the difference, shifted by the original loss
+        if lossy and outcome.loss is not None:  # shift the interval of the difference by the original loss
             before, ends = outcome.loss.before, outcome.loss.ci95
             dot = replace(dot, value=outcome.loss.after, ends=ends and (before + ends[0], before + ends[1]))
         dots.append(dot)
@@ -240,7 +240,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
 
 
 def _move_to_edge(dots: Sequence[Dot], original: float | None, stages: int) -> list[Dot]:
-    """Return the dots; an arrow at the right edge replaces each dot far above the original and the stages."""
+    """Replace each dot far above the original and the stages by an arrow at the right edge."""
     known = [end for dot in dots[: 1 + stages] if dot.value is not None for end in (dot.value, *(dot.ends or ()))]
     if original is None or not (span := max(abs(value - original) for value in known)):
         return list(dots)
@@ -341,7 +341,7 @@ def draw_sweep(axes: Axes, swap: Swap, number: Names = str) -> None:
 
 
 def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
-    """Return the |effect| at which colours saturate, which is below outliers, and the open ends of the colour bar."""
+    """Return the size of an effect at which the colours saturate, and the ends of the colour bar that get an arrow."""
     present = values[np.isfinite(values)]
     most = float(np.abs(present).max(initial=0.0))
     usual = float(np.percentile(np.abs(present), 98, method="lower")) if present.size else 0.0
@@ -378,7 +378,7 @@ def _scatter_panel(swap: Swap, predictor: Predictor, name: Names) -> Panel:
 
 
 def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
-    """Draw one dot per head in its layer's colour; heads that lack the measure or diverged are left out."""
+    """Plot each head's effect against a measure, coloured by layer; omit heads without an effect or a measure."""
     x, y = as_array(predictor.values), as_array(unit.delta for unit in swap.sweep)
     layers = [unit.layer for unit in swap.sweep]
     axes.axhline(0, color=style.MUTED, linewidth=0.6, zorder=0)
@@ -416,7 +416,7 @@ def _ranks_panel(plan: Plan, number: Names) -> Panel:
 
 
 def budget_note(plan: Plan) -> str:
-    """Format budget and known rises: `loss ≤ +1 %: predicted +0.21 %, measured +0.87 %`; `ppl` means perplexity."""
+    """Format the budget and the known rises: `loss ≤ +1 %: predicted +0.21 %, measured +0.87 %`."""
     rises = {"predicted": plan.promised, "measured": plan.measured, "healed": plan.healed}
     known = ", ".join(f"{name} {share(rise.share)}" for name, rise in rises.items() if rise is not None)
     return f"{plan.unit} ≤ +{100 * plan.budget:g} %" + (f": {known}" if known else "")
@@ -446,9 +446,9 @@ def _healing_panel(swap: Swap, healing: Healing) -> Panel:
 
 
 def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
-    """Draw perplexity (above) and validation distance (below) over tokens, or over steps if tokens were not counted.
+    """Draw perplexity and validation distance, if known, over training tokens or, if not counted, over steps.
 
-    If one of the two quantities is missing, only the other is drawn. Dots during attention transfer are hollow.
+    Dots during attention transfer are hollow.
     """
     by_tokens = all(step.tokens is not None for step in healing.curve)
     position = {step.step: int(step.tokens or 0) if by_tokens else step.step for step in healing.curve}

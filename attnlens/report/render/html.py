@@ -24,14 +24,14 @@ LARGEST_VECTOR = 400_000  # size of an SVG picture in bytes above which a page c
 
 
 def encode_picture(picture: Picture, suffix: str = ".png", *, bare: bool = False) -> tuple[bytes, str]:
-    """Draw a picture; return the bytes of an image file in the format given by `suffix`, and the caption."""
+    """Draw a picture; return the bytes of an image file with this suffix, and the caption."""
     with house_style(bare=bare):
         figure = picture.draw(bare=bare)
         return encode_figure(figure, suffix), str(figure.get_label())
 
 
 def embed_picture(picture: Picture) -> str:
-    """Draw a picture and return it as a data URL: as SVG if small and not crowded, else as PNG at DPI."""
+    """Draw a picture and return a data URL with an SVG or, if that would be large, with a PNG."""
     with house_style():
         drawing, media = picture.draw(), "image/svg+xml"
         crowded = any(lines.get_rasterized() for lines in drawing.findobj(LineCollection))
@@ -42,7 +42,7 @@ def embed_picture(picture: Picture) -> str:
 
 
 def is_file(target: Path) -> bool:
-    """Return True if the target names a picture, False for a folder. Raise OutputError for a suffix not in FORMATS."""
+    """Return True for a picture file, False for a folder. Raise OutputError if the suffix is not in FORMATS."""
     suffix = target.suffix.lower()
     if not suffix or target.is_dir():
         return False
@@ -55,7 +55,7 @@ def is_file(target: Path) -> bool:
 
 
 def file_names(stems: Iterable[str]) -> list[str]:
-    """Make a unique file name without suffix from each stem; characters that are unsafe in file names become `_`."""
+    """Turn names into unique file names without suffixes; unsafe characters become `_`."""
     taken: set[str] = set()
     names = []
     for name in stems:
@@ -73,7 +73,7 @@ SCRIPTS = ("data", "state", "scale", "map", "curves", "attention", "head", "tabl
 def html(document: Document) -> str:
     """Render the document as a self-contained HTML page, with all text cleaned and escaped.
 
-    The page's content security policy allows only its own script and style, by hash, and no network access.
+    The content security policy allows only the script and style of the page, and no network access.
     """
     style, script = _file("page.css"), "\n".join(_file(f"{name}.js") for name in SCRIPTS)
     data = ""
@@ -88,7 +88,7 @@ def html(document: Document) -> str:
 
 
 def card(document: Document, picture: Picture | None) -> str:
-    """Render the heading, findings and commands of a document, and a picture, as a fragment without scripts."""
+    """Render the heading, findings and commands of a document, and a picture, as HTML without scripts."""
     return _template("card.html.jinja").render(vars(document), picture=picture)
 
 
@@ -108,10 +108,10 @@ def _file(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return the source expression that allows a script or style in the content security policy: its SHA-256."""
+    """Return the hash of a script or style in the syntax of a content security policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _runs(columns: Sequence[Column]) -> list[tuple[str, int]]:
-    """Return the groups of neighbouring columns from left to right, each with its number of columns."""
+    """Return (group, number of columns) for each run of neighbouring columns with the same group."""
     return [(group, len([*members])) for group, members in groupby(columns, key=lambda column: column.group)]

@@ -21,9 +21,9 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")
 
 
 def spreadsheet(rows: Sequence[Row]) -> str:
-    """Format rows as CSV with nine significant digits; columns are in the order of their first occurrence in any row.
+    """Format rows as CSV with nine significant digits.
 
-    Texts that a spreadsheet could run as a formula are preceded by an apostrophe.
+    An apostrophe precedes texts that a spreadsheet could run as a formula.
     """
     buffer, columns = io.StringIO(), list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.writer(buffer, lineterminator="\n")
@@ -85,7 +85,7 @@ IN_PROPERTIES = IN_MESSAGES | {ord(":"): "%3A", ord(","): "%2C"}
 
 
 def workflow_commands(report: Report) -> list[str]:
-    """Return up to ten GitHub workflow commands: failed rules without failing heads, then the worst heads or blocks."""
+    """Return up to MOST_ANNOTATIONS GitHub workflow commands that report failed rules and the worst heads or blocks."""
     layer = report.model.layer_name
     rule_errors = [
         (check, describe_check(check, layer)) for check in report.checks if not check.passed and not check.breaches
@@ -101,7 +101,7 @@ def workflow_commands(report: Report) -> list[str]:
 
 
 def uri(file: str) -> str:
-    """Return a file's path, URL-quoted, relative to the workspace or current folder; a `file:` URL if outside of it."""
+    """Return a file's URL-quoted path relative to the workspace or current folder, or a `file:` URL if outside."""
     root = Path(os.environ.get("GITHUB_WORKSPACE") or ".").resolve()
     path = Path(clean(file)).resolve()
     if path.is_relative_to(root):
@@ -116,20 +116,20 @@ def step_summary(report: Report) -> str:
 
 SYNTAX = re.compile(r"(?<![^\W_])_|_(?![^\W_])|:(?=\S)|[!-~](?<![\w .,:;?\"/()+%='-])")
 """ASCII characters with a meaning in markdown or HTML. An underscore within a word is harmless, and so is a colon
-before a blank; other colons can begin an emoji (`:x:`) or belong to an address."""
+before a space; other colons can begin an emoji (`:x:`) or be part of an address."""
 
 
 def markdown(doc: Document) -> str:
-    """Render the document as GitHub markdown; every string is escaped, because strings can be untrusted."""
+    """Render the document as GitHub markdown, with all strings escaped."""
     head = [] if doc.head is None else _head(doc.head)
     return "\n".join([*head, *(line for section in doc.sections for line in _section(section))]).rstrip() + "\n"
 
 
 def escape_text(text: str) -> str:
-    """Replace every character with a meaning in markdown or HTML by its character code.
+    """Replace every character with a meaning in markdown or HTML by a character reference.
 
-    GitHub looks for @mentions after decoding, so a zero-width space follows each @. The dot of `www.` is coded too,
-    because GitHub would make a link of it.
+    GitHub finds @mentions after decoding, so a zero-width space is added after each @. The dot of `www.` is replaced
+    to prevent a link.
     """
     coded = SYNTAX.sub(lambda match: f"&#{ord(match.group())};", clean(text))
     return re.sub("www[.]", "www&#46;", coded, flags=re.IGNORECASE).replace("&#64;", "&#64;&#8203;")

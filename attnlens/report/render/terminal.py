@@ -29,7 +29,7 @@ PIPED = 100  # width in columns if the output is not a terminal and COLUMNS is n
 
 class _Page(Console):
     def print(self, *objects: object, **settings: Any) -> None:  # rich's settings have no common type
-        """Print as rich does, without cropping long lines and, in a pipe or file, without trailing blanks."""
+        """Print without cropping long lines and, in a pipe or file, without trailing blanks."""
         settings.setdefault("crop", False)
         if self.is_terminal:
             super().print(*objects, **settings)
@@ -40,12 +40,12 @@ class _Page(Console):
         self.file.flush()
 
     def on_broken_pipe(self) -> None:
-        """Re-raise the BrokenPipeError for the caller, because rich would exit with its own exit code."""
+        """Re-raise the BrokenPipeError, because rich would exit with another exit code."""
         raise  # noqa: PLE0704  # rich calls this while it handles the BrokenPipeError
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console as wide as COLUMNS, else as the terminal, else 100 columns; COLUMNS=0 counts as not set."""
+    """Return a console with width COLUMNS or, if COLUMNS is 0 or unset, with the terminal's width (100 in a pipe)."""
     stream = sys.stderr if stderr else sys.stdout
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdecimal() else 0
@@ -59,14 +59,14 @@ def console(*, stderr: bool = False) -> Console:
 
 GAP, BETWEEN = 2, 3  # blanks between columns, and between columns whose cells are folded
 MARKS = {"selected": "bold blue", "support": "yellow", "query": "bold underline"}
-"""Style of each kind of marked token; signs in the text mark these tokens without colour."""
+"""Style of each kind of marked token."""
 
 
 ALARMS = ("FAILS", "FAIL", "DIFFERS")  # Verdicts that report a problem
 
 
 def document(doc: Document) -> Group:
-    """Render the document for the terminal. Colour never carries information that the text lacks."""
+    """Render the document for the terminal; colours only repeat information in the text."""
     lines: list[RenderableType] = []
     if (head := doc.head) is not None:
         standing = (clean(head.standing), "bold blue" if head.sound else "bold yellow")
@@ -115,7 +115,7 @@ def _render_section(section: Section) -> Iterator[RenderableType]:
         yield Padding(Text.assemble(*styled, overflow="fold"), (0, 0, 0, 2))
 
 
-LABELS = 10, 14  # Widths of the column of questions: the wider one if a question would take more than QUESTION_LINES
+LABELS = 10, 14  # Widths of the column of questions; the larger one if a question would exceed QUESTION_LINES
 QUESTION_LINES = 3
 
 
@@ -138,7 +138,7 @@ ASCII_SHADES = " .:+#"  # Shades of a map on a terminal that shows only ASCII, f
 
 @dataclass(frozen=True)
 class Shades:
-    """Map of values as shades, one row per line; ASCII characters if the terminal shows no others."""
+    """Map of values as shaded characters, in ASCII if the terminal supports only ASCII."""
 
     heat_map: HeatMap
 
@@ -150,12 +150,12 @@ class Shades:
 
 @dataclass(frozen=True)
 class FittedTable:
-    """Table fitted to the terminal: with folded cells, or split into blocks of whole columns."""
+    """Table fitted to the terminal's width, with wrapped cells or in several blocks of columns."""
 
     table: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield one table whose cells rich folds, or several tables, each of as many whole columns as fit."""
+        """Yield one table with wrapped cells, or several tables with as many columns as fit."""
         names, columns = ([*map(_clean_column, part)] for part in (self.table.names, self.table.columns))
         if self.table.fit == "folded":
             yield _grid([*names, *columns], folded=True)
@@ -186,12 +186,12 @@ def _clean_column(column: Column) -> Column:
 
 
 def _width(column: Column) -> int:
-    """Compute the smallest width of a column that breaks no cell, no footer, and no word of the title."""
+    """Compute the smallest width of a column that fits every cell, the footer, and every word of the title."""
     return max(map(cell_len, [*column.title.split(), *column.cells, *column.foot]), default=1)
 
 
 def _widths(columns: Sequence[Column]) -> list[int]:
-    """Compute the width of each column; the last one of a group is widened until each word of the group's name fits."""
+    """Compute the width of each column; widen the last column of a group until every word of the group's name fits."""
     widths = [*map(_width, columns)]
     end = 0
     for group, members in groupby(columns, key=lambda column: column.group):
@@ -202,7 +202,7 @@ def _widths(columns: Sequence[Column]) -> list[int]:
 
 
 def _group_lines(indent: int, columns: Sequence[Column], rule: str) -> Iterator[Text]:
-    """Yield lines that name the groups of columns, `weights ────  tokens ────`; wide names take several lines."""
+    """Yield lines with the names of the groups of columns, `weights ────  tokens ────`, wrapped if necessary."""
     widths, names = list[int](), list[list[str]]()
     remaining = iter(_widths(columns))
     for group, members in groupby(columns, key=lambda column: column.group):
@@ -220,7 +220,7 @@ def _group_lines(indent: int, columns: Sequence[Column], rule: str) -> Iterator[
 
 
 def _grid(columns: Sequence[Column], *, folded: bool = False) -> Grid:
-    """Build a table. If `folded`, cells take as many lines as they need, and the first column is bold."""
+    """Build a table; if `folded`, wrap the cells and print the first column in bold."""
     right = (BETWEEN if folded else GAP) - 1  # the box adds one blank
     table = Grid(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, right, 0, 0))
     table.show_footer = any(column.foot for column in columns)

@@ -28,7 +28,7 @@ SHOWN = 10  # Maximum number of heads listed; --json and --csv contain all
 
 
 def describe_check(check: Check, name: Names = str) -> str:
-    """Describe the outcome of a check: value found, condition, number of failing heads or blocks, and the worst one.
+    """Describe the outcome of a check: measured value, condition, number of failures, and the worst failure.
 
     `name` returns the name of a layer.
     """
@@ -51,7 +51,7 @@ def _format_place(breach: Breach, name: Names) -> str:
 
 
 def _format_breach(breach: Breach) -> str:
-    """Format the value of a head or block and, if known, the baseline's value and the p-value of the difference."""
+    """Format the value of a head or block and, if known, the baseline and the p-value of the difference."""
     now = "no value" if breach.value is None else number(breach.value)
     before = "" if breach.base is None else f", before {number(breach.base)}"
     chance = "" if breach.base is None or breach.p is None else f" (p {format_p(breach.p)})"
@@ -59,10 +59,7 @@ def _format_breach(breach: Breach) -> str:
 
 
 def _format_found(check: Check) -> str:
-    """Format the value that the check compared. If it compared heads individually, format their worst or median value.
-
-    The median is that of passed rules and of rules against a baseline, whose median is shown beside it.
-    """
+    """Format the value that a check compared or, if the check compared single heads, the worst or median value."""
     if check.value is not None:
         return number(check.value)
     if check.base is None and check.breaches and check.breaches[0].value is not None:
@@ -121,14 +118,14 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
-    """List (check, breach) of heads and blocks that break rules: each rule's worst, then each rule's second worst, …"""
+    """List (check, breach) pairs: the worst breach of each rule, then the second worst of each rule, …"""
     # measures have different units, so heads of different rules cannot be ordered by size
     ranks = zip_longest(*([(check, breach) for breach in check.breaches] for check in checks))
     return [pair for rank in ranks for pair in rank if pair is not None]
 
 
 def rows(report: Report) -> list[Row]:
-    """Build spreadsheet rows of a check: for each rule, one per failing head or block, or one if none fails."""
+    """Build the spreadsheet rows of a check: one per failing head or block, and one per rule without failures."""
     rows: list[Row] = []
     for check in report.checks:
         rule: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}
@@ -144,7 +141,7 @@ def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
     report = shapes.report
     checks = [check for check in report.doctor if view != "screen" or check.verdict != "agrees"]
     if view == "screen" and not checks:
-        return  # the heading has the notes
+        return  # the heading contains the notes
     rows = []
     for check in checks:
         verdict = "DIFFERS" if check.verdict == "differs" else check.verdict or NO_VALUE
@@ -164,9 +161,9 @@ def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
 
 @section(20, "doctor", ("screen", *TEXTS, "page"))
 def backend_table(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield a table of properties × backends, the outputs that depend on the wrong tokens, and the tests not run.
+    """Yield a table of properties × backends, outputs that depend on the wrong tokens, and tests that did not run.
 
-    The screen shows one fault per backend and mask.
+    The screen shows only the first fault of each backend and mask.
     """
     backends, layer_name = shapes.report.backends or [], shapes.report.model.layer_name
     ran = [each for each in backends if each.verdict != "not run"]
@@ -222,14 +219,14 @@ def _property_section(ran: Sequence[BackendCheck], masks: Sequence[str], name: N
 
 
 def is_close(check: BackendCheck) -> bool:
-    """Return True if a backend's outputs agree with float64, apart from errors that rounding explains."""
+    """Return True if a backend's outputs agree with float64 within the tolerance or up to rounding."""
     if check.verdict == "rounds":
         return True
     return check.output_error is not None and check.output_error <= (check.tolerance or 0)
 
 
 def untested_masks(report: Report) -> list[MaskCheck]:
-    """Return the tests of masks that were requested by name but did not run."""
+    """Return the mask tests that were requested by name but did not run."""
     named = str(report.settings.options.get("masks", "")).split(",")
     masks = [mask for each in report.backends or [] for mask in each.masks]
     return [mask for mask in masks if mask.verdict == "not checked" and mask.mask in named]
@@ -240,7 +237,7 @@ def _format_error(error: float | None) -> str:
 
 
 def _format_mask(mask: MaskCheck, name: Names) -> str:
-    """Format a mask's verdict or, for a token wrongly seen or missed, the largest fault of the first faulty site."""
+    """Format a mask's verdict or, if an output depends on the wrong tokens, the first fault."""
     if not mask.faults or mask.faults[0].token is None:
         return "agrees" if mask.verdict == "agrees" else "DIFFERS"
     first = mask.faults[0]
@@ -250,7 +247,7 @@ def _format_mask(mask: MaskCheck, name: Names) -> str:
 
 
 def describe_fault(fault: Sight, name: Names) -> str:
-    """Describe an output that depends on the wrong tokens: which output, which token, which layer.
+    """Describe an output that depends on the wrong tokens, with the token and the layer.
 
     `name` returns the name of a layer.
     """
@@ -263,11 +260,11 @@ def describe_fault(fault: Sight, name: Names) -> str:
 
 
 Case = tuple[str, str, Check | str]
-"""Test case of a JUnit file: what was tested (its class name), its name, and the outcome or why it did not run."""
+"""Test case of a JUnit file: class name, name, and the outcome or the reason why the test did not run."""
 
 
 def doctor_cases(report: Report) -> Iterator[Case]:
-    """Yield one test case per site, per backend, and per mask of a backend; tests that did not run have a reason."""
+    """Yield one test case per site, per backend, and per mask of a backend."""
     for site in report.doctor:
         errors = [error for error in (site.tokens_error, site.weights_error) if error is not None]
         check = _check("doctor.sites", site.site, "the model's attention", site.passed, max(errors, default=None))

@@ -98,7 +98,7 @@ def _task_lines(study: StudyTable, task: StudyColumn, cells: list[StudyCell]) ->
 
 
 def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
-    """Yield sentences: how many pairs of cells are ordered as in the paper, Kendall's τ, and the reversed pairs."""
+    """Yield sentences that compare the order of the cells with the published order."""
     for order in (order for order in study.orderings if order.task == task.name):
         total = order.agree + order.disagree + order.undecided
         yield clean(
@@ -117,7 +117,7 @@ def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
 
 
 def _best_cells(study: StudyTable, task: StudyColumn, cells: Sequence[StudyCell]) -> Iterator[str]:
-    """Yield one sentence per measure, with the best cell and the cells not significantly worse; warn of low BLEU."""
+    """Yield one sentence per measure on the best cell and the cells that are not significantly worse."""
     for measure in dict.fromkeys(pair.measure for pair in study.pairs if pair.task == task.name):
         means = {cell.name: mean(run.scores[measure] for run in cell.runs) for cell in cells}
         best = min(means, key=lambda name: means[name] if measure == "loss" else -means[name])
@@ -166,7 +166,7 @@ def _cell_table(task: StudyColumn, cells: list[StudyCell], compared: bool) -> Ta
 
 
 def _head_table(cells: list[StudyCell]) -> Table:
-    """Build a table with one row per cell: the median over heads of each measure, before training → as tested."""
+    """Build a table of cells × measures with medians over heads, before training and as tested."""
 
     def format_change(cell: StudyCell, name: str) -> str:
         looks = cell.heads[name].median if name in cell.heads else []
@@ -208,20 +208,20 @@ EXPLAINED = (
 
 
 def rank_distances(comparison: Comparison) -> list[str]:
-    """Return the names of the distances by which heads are ranked, the most informative first."""
+    """Return the distances by which heads are ranked, the most informative first."""
     measures = {row.measure for row in comparison.rows}
     return [name for name in (OWN_ROWS, FORMS, ROWS) if name in measures]
 
 
 def effect_sizes(comparison: Comparison) -> dict[str, float]:
-    """Map each measure to the unit of its changes, its interquartile range over the first model's heads, if known."""
+    """Map each measure to its interquartile range over the first model's heads, if known."""
     rows = (row for row in comparison.rows if not row.measure.startswith(DISTANCE))
     return {row.measure: row.smallest / SMALLEST_SHARE for row in rows if row.smallest is not None}
 
 
 @section(20, "comparison")
 def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield changes of predictions and heads, and detection limits; only distributions if heads do not correspond."""
+    """Yield changes of predictions and heads, and detection limits; if heads do not correspond, distributions only."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101
     if comparison.shifts:
@@ -240,7 +240,7 @@ def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def _prediction_section(comparison: Comparison) -> Iterator[Section]:
-    """Yield a table of the KL between predictions, with the statistics that quantisation tools print."""
+    """Yield a table of the KL divergence between the models' predictions and related statistics, if known."""
     if comparison.outcome is None or (change := comparison.outcome.predictions) is None:
         return
     ratio, quantiles = change.perplexity_ratio, {"max": change.largest, "99.9 %": change.q999, "99 %": change.q99}
@@ -257,7 +257,7 @@ def _prediction_section(comparison: Comparison) -> Iterator[Section]:
 
 
 def _head_sections(report: Report, comparison: Comparison, most: int | None) -> Iterator[Section]:
-    """Yield a table of at most `most` heads (None: all) with `named` changes, by descending `rank_distances`."""
+    """Yield a table of the changed heads, largest changes first; `most` limits their number unless it is None."""
     by_head: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for change in comparison.rows:
         by_head[change.layer, change.head][change.measure] = change
@@ -297,14 +297,14 @@ def _distance(row: MeasureChange | None) -> str:
 
 
 def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
-    """Format the change in `named` that is largest relative to the measure's size in `sizes`; `–` if there is none."""
+    """Format the largest change in units of `sizes`; return `–` if no change has a size."""
     rows = [row for row in named if row.measure in sizes and row.delta is not None and row.before is not None]
     row = max(rows, key=lambda row: abs(row.delta or 0.0) / sizes[row.measure], default=None)
     return NO_VALUE if row is None else f"{row.measure} {short(row.before or 0.0)} → {short(row.after or 0.0)}"
 
 
 def _least_changes(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """Yield (measure, text) for each tokens.* measure; the text states the smallest change that can be detected."""
+    """Yield (measure, smallest change that can be detected, as text) for each tokens.* measure."""
     sizes = effect_sizes(comparison)
     known = [row for row in comparison.rows if row.se is not None and source_of(row.measure) == "tokens"]
     for name, values in group_pairs((row.measure, row.least) for row in known if row.least is not None).items():
@@ -337,7 +337,7 @@ def comparison_rows(report: Report) -> list[Row]:
 @section(30, ("inspection", "experiments"), ("markdown", "page"))
 @section(30, "inspection", ("terminal",))
 def adapter_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a section on the adapter, its change of M, and the heads that changed most; nothing without an adapter."""
+    """Yield a section on the adapter, if there is one, with the change of M and the heads that changed most."""
     report, record = shapes.report, shapes.report.model.adapter
     if record is None:
         return

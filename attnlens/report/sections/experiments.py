@@ -1,4 +1,4 @@
-"""Sections and rows on experiments (our figures beside published ones) and on series of checkpoints."""
+"""Sections and rows on experiments (our values and published values) and on series of checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format
 
 
 def format_label(experiment: Experiment, name: str) -> str:
-    """Return the label of a figure, setting or curve or, if it has none, its name with blanks for underscores."""
+    """Return the label of a value, setting or curve; without a label, return the name with spaces for underscores."""
     return clean(experiment.labels.get(name) or (name.replace("_", " ") if name.isidentifier() else name))
 
 
@@ -34,7 +34,7 @@ def setting(experiment: Experiment, name: str) -> str:
 
 
 def judgement(experiment: Experiment, figure: str) -> str:
-    """Return the verdict on a figure: `pass`, `FAIL`, `not tested` (too wide a tolerance), or `–` (no reference)."""
+    """Return the verdict on a value: `pass`, `FAIL`, `not tested` (tolerance too wide), or `–` (no reference)."""
     met = experiment.meets(figure)
     if met is None:
         return NO_VALUE if figure not in (experiment.published or {}) else "not tested"
@@ -47,7 +47,7 @@ def heads_of(experiment: Experiment) -> int:
 
 
 def measures_of(experiment: Experiment) -> list[str]:
-    """List the measures of a series in display order: main measures, then the others (weights, tokens in turn)."""
+    """List the measures of a series in display order: main measures, then the others, alternating between sources."""
     names = [name for name, curve in experiment.curves.items() if curve.null_of is None]
     main = sorted((name for name in names if _place(name) < math.inf), key=_place)
     return [*main, *alternate_sources(name for name in names if name not in main)]
@@ -59,7 +59,7 @@ def changed_measures(experiment: Experiment) -> list[str]:
 
 
 def _place(name: str) -> float:
-    """Return the rank of a series' measure in display order: 0 for the loss, ∞ for measures that are not main ones."""
+    """Return a measure's position among the main measures of a series: 0 for the loss, ∞ for other measures."""
     return 0 if name == "loss" else find_measure(name).series or math.inf
 
 
@@ -67,9 +67,9 @@ MOST_STEPS = 8  # Maximum number of checkpoints shown as columns; a longer serie
 
 
 def _series_section(experiment: Experiment, *, whole: bool) -> Section:
-    """Build the section of a series of checkpoints, with all changed measures if `whole`, else with the main ones.
+    """Build the section of a series of checkpoints, with all changed measures if `whole`, else only main measures.
 
-    If no main measure changes, all changed measures are shown.
+    If no main measure changes, show all changed measures.
     """
     heads, measures = heads_of(experiment), changed_measures(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
@@ -84,7 +84,7 @@ def _series_section(experiment: Experiment, *, whole: bool) -> Section:
 
 
 def _series_table(experiment: Experiment, measures: Sequence[str]) -> Table:
-    """Build a table with one row per measure: medians by checkpoint (at most MOST_STEPS), final quartiles, null."""
+    """Build a table with one row per measure: medians at up to MOST_STEPS checkpoints, final quartiles, and null."""
     curves = [experiment.curves[name] for name in measures]
     decimals = [decimals_for([value for value in curve.median if value is not None]) for curve in curves]
     steps = curves[0].steps if curves else []
@@ -121,7 +121,7 @@ def series_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 @section(10, "experiments", ("page",))
 @section(50, "experiments", (*TEXTS, "verbose"))
 def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield figures, questions, missing values, and all measures of each series (on a terminal only with --verbose)."""
+    """Yield values, questions and missing values of experiments, and all measures of each series of checkpoints."""
     report, verbose = shapes.report, view == "verbose"
     plain = [experiment for experiment in report.experiments if not experiment.trajectories]
     if plain and not verbose:
@@ -149,7 +149,7 @@ def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[str, str]:
-    """Format the cells of a figure; if `compared`, add the reference, its origin, accepted values and the verdict."""
+    """Format the cells of a value; if `compared`, add the reference, its origin, the accepted range and the verdict."""
     value, error = experiment.final[figure], experiment.errors.get(figure)
     decimals = _decimals(experiment, figure)
     known = value is not None and error is not None
@@ -174,11 +174,7 @@ def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[s
 
 
 def _decimals(experiment: Experiment, figure: str) -> int:
-    """Return the number of decimals that shows the tolerance or error to two significant digits.
-
-    Without a tolerance or error below 1, the number of decimals shows the value to four significant digits. It is
-    SCIENTIFIC if the value is not 0 and its size is below 1e-4.
-    """
+    """Choose the decimals of a value: two significant digits of the tolerance or error, else four of the value."""
     value = experiment.final.get(figure)
     slack = (experiment.tolerance or {}).get(figure) or experiment.errors.get(figure)
     if value is not None and value != 0 and abs(value) < 1e-4:
@@ -212,7 +208,7 @@ def _describe(experiment: Experiment, report: Report) -> str:
 
 
 def experiment_rows(report: Report) -> list[Row]:
-    """Build one row per head, measure and step, or one row per figure if no head was tracked over steps."""
+    """Build one row per head, measure and step or, if no head was tracked over steps, one row per value."""
     rows: list[Row] = []
     for experiment in report.experiments:
         for trajectory in experiment.trajectories:

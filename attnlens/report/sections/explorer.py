@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 AROUND = 3  # Number of tokens shown on each side of a marked token
 SIGNS = {"selected": ("[", "]"), "support": ("{", "}"), "query": ("<", ">")}
-"""Kind of mark → signs around the marked token; one token can have several marks."""
+"""Kind of mark → signs around a marked token; a token can have several marks."""
 LEGEND = "<query> [selected token] {support vector among the other tokens}; …: omitted tokens"
 
 
 @section(70, "inspection", ("screen",))
 def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a section per selection: up to five queries as sentences that mark query, selected tokens and support."""
+    """Yield a section per selection, with up to five queries, their selected tokens and support vectors in context."""
     for selection in shapes.report.inspection.selections:
         queries = "1 query" if len(selection.picks) == 1 else f"{len(selection.picks)} queries"
         sentences = {sentence.sequence: sentence for sentence in selection.sentences}
@@ -52,7 +52,7 @@ def selections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _pieces(pick: Pick, sentence: Sentence | None) -> Iterator[Piece]:
-    """Yield the pieces of a sentence with their marks; without a sentence, one piece that gives token positions."""
+    """Yield the pieces of a sentence with their marks; without a sentence, yield one piece with token positions."""
     marks = [*((place, "selected") for place in pick.selected), *((place, "support") for place in pick.support)]
     if sentence is None:
         yield f"token {pick.query} selects {join_items(pick.selected)}; support: {join_items(pick.support, 20)}", ()
@@ -90,7 +90,7 @@ COMPARED = ("compare", "change")
 
 
 def explorer(shapes: Shapes) -> dict[str, object] | None:
-    """Build the data of the page's interactive part; None if no measure has a value."""
+    """Build the data of the page's interactive part; return None if no measure has a value."""
     from attnlens.report.pictures import maps  # imported in functions here and below because it loads matplotlib
 
     report = shapes.report
@@ -154,11 +154,7 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
 
 
 def _typical_places(report: Report, measure: str) -> list[float | None]:
-    """Return each head's percentile among atlas heads of its part and depth, or None.
-
-    Weights shared by several layers are compared at all depths. Return [] if all percentiles are None, and for commands
-    other than `inspect`.
-    """
+    """Return each head's percentile among comparable heads of the atlas, or None; return [] if all are None."""
     if report.command != "inspect":  # in other reports heads are retrained, or their values are changes
         return []
     depths = atlas.depths(report)
@@ -206,7 +202,7 @@ def round_significant(numbers: Iterable[float] | Float[np.ndarray, " heads"], di
 
 
 def _rows(rows: AttentionRows) -> dict[str, object]:
-    """Build the data of the largest weights of each query; tokens are named by position if the model reads no text."""
+    """Build the data of each query's largest attention weights; without text, positions take the place of tokens."""
     sentence = rows.sentence
     count = 1 + max((place for places in rows.keys for place in places), default=0)
     keys = [clean(token) for token in sentence.keys] if sentence else [str(place) for place in range(count)]

@@ -1,4 +1,4 @@
-"""Sentences and sections for any report: model, input, notes, missing values, and the population of its errors."""
+"""Sentences and sections for any report: model, input, notes, missing values, and scope of the standard errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnlens.wording import big, clean, decimals_for, format_count, format_numb
 
 
 def title(report: Report) -> str:
-    """Return the title of the report: names of the compared models or studies, else of the report's models."""
+    """Return the title of the report: the names of the models or studies."""
     if report.comparison is not None:
         models = report.comparison.base, report.model
         titles = [model.title for model in models]
@@ -26,7 +26,7 @@ def title(report: Report) -> str:
 
 
 def standing(report: Report) -> tuple[str, bool]:
-    """Return a sentence on coverage, studies or experiments; and True if nothing is missing or failed unexpectedly."""
+    """Return a sentence on coverage, studies or experiments, and True if nothing is missing and nothing failed."""
     if report.studies:
         cells = [cell for study in report.studies for cell in study.cells]
         failed = [cell for cell in cells if cell.problem]
@@ -49,7 +49,7 @@ def standing(report: Report) -> tuple[str, bool]:
 
 
 def count_origins(counts: Counter[Origin]) -> str:
-    """Format the origins of reference values, ` (2 published, 1 of a reimplementation)`; return "" without values."""
+    """Format the origins of reference values: ` (2 published, 1 of a reimplementation)`; return "" without values."""
     others: tuple[Origin, ...] = ("reimplementation", "control")
     parts = [f"{counts['published']} published"] if counts["published"] else []
     parts += [f"{counts[origin]} of a {origin}" for origin in others if counts[origin]]
@@ -57,7 +57,7 @@ def count_origins(counts: Counter[Origin]) -> str:
 
 
 def state_untested(count: int) -> str:
-    """Return the clause on figures whose tolerance is too wide for a verdict; empty if there are none."""
+    """Return the clause on values whose tolerance is too wide for a verdict; empty if there are none."""
     return f"; {count} not tested (tolerance above a third of the reference)" if count else ""
 
 
@@ -73,9 +73,9 @@ def no_errors(report: Report) -> str:
 
 
 def population(report: Report, counted: str = "") -> str:
-    """State the population that the errors cover; `counted` names what has equal weight, by default the window or line.
+    """State the population to which the standard errors apply; return "" if no text or file was read.
 
-    Return "" if no text or file was read.
+    `counted` names the units that have equal weight; the default is the window or line.
     """
     settings, texts, unit = report.settings, _texts_in_windows(report), _unit(report)
     if not texts:
@@ -102,7 +102,7 @@ def _unit(report: Report) -> str:
 
 
 def _texts_in_windows(report: Report) -> list[Text]:
-    """Return the texts that were cut into windows or lines, excluding files of images or sounds, and noise."""
+    """Return the texts that were read as windows or lines, excluding images, sounds and noise."""
     return [text for text in report.settings.texts if text.available is not None]
 
 
@@ -115,7 +115,7 @@ def ran_on(report: Report) -> str:
 
 
 def build_heading(report: Report, whole: bool) -> Heading:
-    """Build a document's title block; if `whole`, with the model's size and, even if usual, number type and device."""
+    """Build a document's title block; if `whole`, include the model's size, the number type and the device."""
     model, settings, error = report.model, report.settings, report.summary.identity_error
     usual = (settings.dtype, settings.device) == ("float32", "cpu")
     facts = [
@@ -142,7 +142,7 @@ def build_heading(report: Report, whole: bool) -> Heading:
 
 
 def _grid(report: Report) -> str:
-    """Format the numbers of analysed layers and of heads per layer, `, 4 layers × 8 heads`; "" if the latter differ."""
+    """Format the numbers of layers and heads, `, 4 layers × 8 heads`; return "" if layers differ in number of heads."""
     counts = Counter(head.layer for head in report.heads)
     if len(set(counts.values())) != 1:
         return ""
@@ -150,7 +150,7 @@ def _grid(report: Report) -> str:
 
 
 def state_whole(report: Report) -> str:
-    """Return the model's size, ` of 4 layers with 32 heads`, if only some of these heads were requested; else ""."""
+    """Format the model's size, ` of 4 layers with 32 heads`; return "" if all heads were requested."""
     coverage = report.coverage
     if coverage.model_sites is None or coverage.model_heads in (None, coverage.heads):
         return ""
@@ -158,7 +158,7 @@ def state_whole(report: Report) -> str:
 
 
 def conventions(report: Report) -> str:
-    """State how positions, normalisation and biases enter the measures of weights; empty if this is unknown."""
+    """State the treatment of positions, normalisation and biases in the measures; return "" if unknown."""
     if (record := report.model.conventions) is None:
         return ""
     parts = [f"positions: {record.position}"]
@@ -168,13 +168,13 @@ def conventions(report: Report) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """List caveats of the model's measures, one sentence each, and one on stored tensors that the model ignores."""
+    """List the caveats of the model's measures, and a sentence on stored tensors that the model does not use."""
     of_model = [] if report.model.conventions is None else report.model.conventions.notes
     return [clean(note) for note in (*of_model, *state_unexpected(report))]
 
 
 def other_base(report: Report) -> list[str]:
-    """Return, in a list, a warning if the last parts of the model's id and of the adapter's base differ; else []."""
+    """Return a list with a warning if the adapter's base has another name than the model; otherwise []."""
 
     def last(name: str) -> str:
         return name.replace("\\", "/").rstrip("/").rpartition("/")[2].partition("@")[0].lower()
@@ -186,7 +186,7 @@ def other_base(report: Report) -> list[str]:
 
 
 def state_unexpected(report: Report) -> list[str]:
-    """Return a sentence, in a list, on stored tensors that the model does not use; [] if there are none."""
+    """Return a list with a sentence on stored tensors that the model does not use; [] if there are none."""
     names = report.model.unexpected
     count = format_count(len(names), "tensor")
     return [f"{report.model.architecture} does not use {count} of the files: {join_items(names)}."] if names else []
@@ -194,7 +194,7 @@ def state_unexpected(report: Report) -> list[str]:
 
 @section(60, views=(*TEXTS, "opening"))
 def missing_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the skipped sites, and the measures without a value in some or all heads, each with one line per reason."""
+    """Yield lists of skipped sites and of measures without a value, with one line per reason."""
     places = []
     for entry in shapes.report.coverage.skipped:
         heads = f" {'head' if len(entry.heads) == 1 else 'heads'} {join_items(entry.heads, 12)}" if entry.heads else ""
@@ -206,7 +206,7 @@ def missing_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def without_value(shapes: Shapes) -> list[str]:
-    """List the measures without a value in some or all heads, one line per reason and number of heads."""
+    """List the measures without a value in some or all heads, with one line per reason and number of heads."""
     pairs = []
     for name in shapes.report.measure_names():
         if name in shapes.readings:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 MOST_CELLS = 16_000
-"""Largest number of heads times measures for which a page contains a table of all heads for readers without scripts."""
+"""Largest number of heads × measures for which a page contains a table of all heads that works without scripts."""
 MOST_TEXTS = 6  # Maximum number of texts with a row at the foot of the table
 
 
@@ -41,7 +41,7 @@ MOST_TEXTS = 6  # Maximum number of texts with a row at the foot of the table
 @section(40, "inspection", TEXTS)
 @section(40, "experiments", ("markdown",))
 def extreme_heads(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the list of heads with the smallest or largest value of some measure; nothing if the list is empty."""
+    """Yield a list of the heads with the smallest or largest value of a measure, if there are any."""
     name = shapes.report.model.layer_name
     items = [(f"layer {name(e.layer)} head {e.head}", clean(e.text)) for e in shapes.report.summary.extremes]
     if items:
@@ -59,9 +59,9 @@ MARKED = (
 @section(35, ("inspection", "experiments"), ("page",))
 @section(98, views=("terminal",))
 def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield a table of all heads × measures, with errors, median nulls and, as tooltips, reasons for missing values.
+    """Yield a table of heads × measures, with errors, median nulls and, as tooltips, reasons for missing values.
 
-    A page gets a sentence instead of a table of more than MOST_CELLS cells.
+    A page gets a sentence instead of a table with more than MOST_CELLS cells.
     """
     if view == "page" and len(shapes.report.heads) * len(shapes.readings) > MOST_CELLS:
         line = "Too many heads for a table without scripts: --csv writes them all."
@@ -122,12 +122,12 @@ def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
         return
     summary = shapes.report.summary
     texts = [clean(f"{text.name} ({text.sequences})") for text in summary.texts[:MOST_TEXTS]]
-    # the rows of the foot: all heads, each text, the sd between texts, the null of the median
+    # rows of the footer: all heads, each text, the sd between texts, the null of the median
     foot = ["all"] * (len(shapes.layers) > 1) + texts + ["between texts"] * bool(summary.between_texts)
     foot += ["null", "± sd"] * bool(summary.median_nulls)
     names = [Column("layer", shapes.layer_numbers, foot=foot)]
     names += [Column("part", shapes.parts, words=True)] if len(set(shapes.parts)) > 1 else []
-    # pad the feet to equal length, which renderers expect
+    # renderers expect footers of equal length
     names, columns = (
         [replace(column, foot=[*column.foot, *[""] * (len(foot) - len(column.foot))]) for column in part]
         for part in (names, measure_columns(shapes))
@@ -169,7 +169,7 @@ def measure_columns(shapes: Shapes) -> list[Column]:
 
 
 def reading_help(shapes: Shapes) -> str:
-    """Explain the layer table: rows, errors, nulls, spaces, and the measures that attention does not determine."""
+    """Explain the layer table: rows, errors, nulls, spaces, and measures that are not identified."""
     summary, readings, alone = shapes.report.summary, shapes.readings.values(), len(shapes.report.heads) == 1
     scope = population(shapes.report)
     error = f"± is the standard error{' of that median' * (not alone)}{f' ({scope})' if scope else ''}"
@@ -196,7 +196,7 @@ def reading_help(shapes: Shapes) -> str:
 def _layer_column(reading: MeasureMap, shapes: Shapes) -> Column:
     summary, name, count = shapes.report.summary, reading.name, len(shapes.layers)
     title, group = title_of(name), group_of(reading.info)
-    rows = [*reading.values, *([reading.values] if count > 1 else [])]  # the last row, of all heads, is in the foot
+    rows = [*reading.values, *([reading.values] if count > 1 else [])]  # the last row is the footer, over all heads
     if reading.labels:
         texts = [_commonest(reading, values) for values in rows]
         return Column(title, texts[:count], group, texts[count:])

@@ -1,4 +1,4 @@
-"""Sections on plans of ranks, on healing, and on heads or layers swapped alone: their harm and its predictors."""
+"""Sections on plans of ranks, on healing, and on sweeps: harm of heads or layers swapped alone, and predictors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAVED = {  # Field of a plan with a cost that the plan changes → description
 }
 RANK = "rank: one per key head, shared by all query heads that use the key head."
 LATENT = "Latents: numbers cached per token instead of a site's keys."
-ESTIMATED = "Estimated: on the calibration text used to choose the ranks, so it is biased."
+ESTIMATED = "Estimated: on the calibration text used to choose the ranks, so the estimate is biased."
 PROMISED = (
     "Predicted: on calibration text used neither to fit nor to choose ranks. The rise over {population} lies within "
     "the interval in 95 % of such runs, and above the interval in 2.5 %."
@@ -36,7 +36,7 @@ POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like the
 
 @section(20, "swap", ("screen", *TEXTS, "page"))
 def rank_section(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the ranks by layer; the screen omits them above MOST_LAYERS layers, other views add rises and savings."""
+    """Yield the ranks by layer and, except on the screen, rises in the loss and savings."""
     plan = shapes.report.plan
     if plan is None:
         return
@@ -55,7 +55,7 @@ def rank_section(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Describe a plan in sentences: mean rank, form, rises (estimated, predicted, measured, healed), savings, gaps."""
+    """Describe a plan in sentences: mean rank, latents, rises in the loss, savings, and reasons for missing values."""
     what, calibration, text = BUDGETED[plan.unit], clean(plan.calibration), clean(plan.text)
     lines = [f"Mean rank {plan.mean_rank:.1f} of {plan.head_dim:g}; budget: a {what} {100 * plan.budget:g} % higher"]
     lines += _describe_latents(plan)
@@ -81,7 +81,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def _describe_latents(plan: Plan) -> Iterator[str]:
-    """Yield the form of the latents, and the rise with each form that was compared."""
+    """Yield sentences on the form of the latents, and on the rise with each form that was compared."""
     form = dict(part.split("=") for part in plan.form.split(",")) if plan.form else {}
     group = form.get("group", "1")
     keys = "each key head has its own latent" if group == "1" else f"{group} key heads share a latent"
@@ -131,7 +131,7 @@ def share(number: float, digits: int = 2) -> str:
 
 
 def _rise(record: Rise) -> str:
-    """Format a rise: `+0.62 % (95 % interval +0.28 % to +0.97 %, 32 sequences)`; name intervals over texts as such."""
+    """Format a rise with its interval: `+0.62 % (95 % interval +0.28 % to +0.97 %, 32 sequences)`."""
     over = " over texts" if record.over == "texts" else ""
     bounds = "" if record.ci95 is None else f"95 % interval{over} {share(record.ci95[0])} to {share(record.ci95[1])}, "
     return f"{share(record.share)} ({bounds}{_count(record.sequences, 'sequence')})"
@@ -155,7 +155,7 @@ def plan_rows(plan: Plan) -> Table | None:
 
 @section(40, "swap")
 def healing_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on healing if the report has a single kernel and this kernel was healed."""
+    """Yield the section on healing, if the report has a single kernel that was healed."""
     swap, *others = shapes.report.swaps
     if swap.healing is not None and not others:
         yield Section("Healing", items=healing_lines(swap.healing))
@@ -216,13 +216,13 @@ def _rate(value: float) -> str:
     return f"{value:.0e}".replace("e-0", "e-")
 
 
-MOST, FEW = 10, 3  # Number of most and of least harmful heads or layers shown: for one kernel, for each of several
+MOST, FEW = 10, 3  # Number of most (and of least) harmful units shown: for a single kernel, and for each of several
 MOST_PREDICTORS = 8  # Number of measures shown for a single kernel; FEW are shown for each of several
 
 
 @section(44, "swap")
 def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on a sweep: the number of significant effects, and the heads or layers with extreme effects."""
+    """Yield the section on a sweep, with the number of significant effects and the most extreme heads or layers."""
     swaps = [swap for swap in shapes.report.swaps if swap.sweep]
     effects = [effect for swap in swaps for effect in swap.sweep]
     if not effects:
@@ -265,7 +265,7 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
-    """State how many swept heads or layers have a significant effect, in which direction, and how many diverge."""
+    """State how many heads or layers raise or lower the loss significantly, and how many diverge."""
     if all(effect.ci95 is None for effect in effects if effect.delta is not None):
         return "With a single window nothing is tested."
     significant = [effect.delta for effect in effects if effect.significant and effect.delta is not None]

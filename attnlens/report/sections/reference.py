@@ -172,7 +172,7 @@ def kernel_list(
 def architecture_list(measured: str, architectures: Iterable[Architecture]) -> list[Section]:
     """List model types with coverage, route, positions, weights and checks; a second table lists reasons for gaps.
 
-    `measured` names the versions of the libraries with which the types were run.
+    `measured` states the library versions with which the types were run.
     """
     types = list(architectures)
     counts = Counter(entry.read for entry in types)
@@ -190,7 +190,7 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
 
 
 def _folded_table(rows: Sequence[Mapping[str, str]], numbers: Collection[str] = ()) -> Table | None:
-    """Build a table of words with folded cells; columns in `numbers` contain numbers. Return None without rows."""
+    """Build a table with wrapped cells, aligned left except for the columns `numbers`; return None without rows."""
     titles = {title for row in rows for title in row}
     return build_table(rows, NAMED, titles - {*numbers}, fit="folded")
 
@@ -200,10 +200,7 @@ def _join_lines(first: str, *others: str) -> str:
 
 
 def describe_fit(info: KernelInfo) -> str:
-    """Describe what a kernel's fit chooses, and whether the fit is required; return "" for a kernel without a fit.
-
-    The description is the start of the docstring of the fit's class, up to a colon, without "Fit of" or "Initial".
-    """
+    """Describe a kernel's fit by the docstring of its class, and whether it is required; return "" without a fit."""
     if info.fit is None:
         return ""
     first = (info.fit.__doc__ or "").partition("\n")[0].partition(":")[0]
@@ -218,13 +215,13 @@ def describe_parameters(parameters: Iterable[KernelParameter]) -> list[str]:
 
 
 def _syntax(name: str, parameters: Sequence[KernelParameter]) -> str:
-    """Return the name, and below it each parameter with its default as typed on the command line: `:gamma=0.5`."""
+    """Return a name and, one per line, the parameters with their defaults in command-line syntax: `:gamma=0.5`."""
     pairs = zip(parameters, map(format_default, parameters), strict=True)
     return _join_lines(name, *(f"{',' if n else ':'}{p.name}={default}" for n, (p, default) in enumerate(pairs)))
 
 
 def _format_range(parameter: KernelParameter) -> str:
-    """Format a parameter's range and the words it accepts, in brackets; empty if the parameter can be any number."""
+    """Format a parameter's range and accepted words in brackets; return "" if the parameter can be any number."""
     choices = [word for word, _ in parameter.words]
     if choices and parameter.high is None:
         return f" ({' or '.join(choices)})"
@@ -254,7 +251,7 @@ IDENTIFIED = {
 
 
 def measure_pages() -> dict[str, Section]:
-    """Build the pages of all measures, of all curves, and of all distances between two models, keyed by name."""
+    """Build the pages of all measures, curves, and distances between two models, keyed by name."""
     analyzers = sorted(list_analyzers(), key=lambda analyzer: not analyzer.by_default)
     pages = {info.name: _measure_section(info, analyzer) for analyzer in analyzers for info in analyzer.measures}
     compared = {"tokens": BETWEEN_ROWS, "weights": BETWEEN_FORMS}
@@ -273,7 +270,7 @@ def _default_measures() -> set[str]:
 
 
 def explanation(name: str) -> Section:
-    """Return the page of a measure, kernel or term. Raise UsageError unless the name or synonym matches a single page.
+    """Return the page of a measure, kernel or term. Raise UsageError if the name is unknown or ambiguous.
 
     The source can be omitted: `entropy` is `tokens.entropy`. Measures of the default analyzers take precedence.
     """
@@ -292,7 +289,9 @@ def explanation(name: str) -> Section:
         raise UsageError(f"{name!r} is the name of several measures.", f"Name one of them: {', '.join(ends)}.")
     measures = [info.name for analyzer in list_analyzers() if analyzer.name == word for info in analyzer.measures]
     if measures:
-        raise UsageError(f"{name!r} is an analyzer.", f"Name one of its measures: {', '.join(measures)}.")
+        raise UsageError(
+            f"{name!r} is an analyzer, not a measure.", f"Name one of its measures: {', '.join(measures)}."
+        )
     near = get_close_matches(word, [*pages, *(full.rpartition(".")[2] for full in pages), *SYNONYMS, *TERMS], 3)
     hint = f"Did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
     remedy = f"{hint}`attnlens list measures` and `attnlens list kernels` show all names."
@@ -301,7 +300,7 @@ def explanation(name: str) -> Section:
 
 @cache
 def demo_heads() -> dict[str, list[tuple[int, int, float]]]:
-    """Map each measure of `inspect` to its smallest and its largest value in `demo`: (layer, head, value) of each."""
+    """Map each measure to the heads of `demo` with the smallest and largest value, as (layer, head, value)."""
     entries: dict[str, list[tuple[int, int, float]]] = json.loads(DEMO_HEADS.read_text(encoding="utf-8"))
     return entries
 
@@ -338,7 +337,7 @@ def _distance(info: MeasureInfo, source: str) -> Section:
 
 
 def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> Section:
-    """Build the page of a measure, or of a distance between models; `facts` are the lines specific to its kind."""
+    """Build the page of a measure, or of a distance between two models; `facts` contains further items."""
     steps = f"; each {bounds(info)}" if info.curve else ""
     reason = f"if {info.missing}" if info.missing != MeasureInfo.missing else "the report states the reason"
     low, high = info.scale
@@ -411,7 +410,7 @@ def bounds(info: MeasureInfo) -> str:
 
 
 def null_words(measures: Iterable[MeasureInfo]) -> str:
-    """Describe the nulls of these measures; if the kinds differ, name the sources whose nulls rotate the head's M."""
+    """Describe the nulls of these measures; if both kinds of null occur, name the sources with random rotations."""
     kinds = {source_of(info.name): info.null for info in measures}
     if len(set(kinds.values())) < 2:
         return NULLS[next(iter(kinds.values()), "factors")]

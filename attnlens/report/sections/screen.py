@@ -24,9 +24,9 @@ def finding_section(shapes: Shapes, view: View) -> Iterator[Section]:
 
 @section(2, ("inspection", "experiments"), ("screen", "markdown"))
 def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a map of layers × heads; nothing if no numerical measure of the findings differs between heads.
+    """Yield a map of layers × heads for a numerical measure of the findings, if any of them differs between heads.
 
-    The map shows the first such measure if a single analyzer ran, else the one that varies most within its bounds.
+    If a single analyzer ran, choose the first measure; otherwise, choose the one that varies most within its bounds.
     """
     answered = [name for finding in find(shapes) for name in finding.measures if name in shapes.readings]
     shown = [shapes.readings[name] for name in dict.fromkeys(answered) if not shapes.readings[name].labels]
@@ -47,7 +47,7 @@ def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _variation(reading: MeasureMap) -> float:
-    """Return a measure's interquartile range over heads / the distance of its bounds; 0 without two bounds."""
+    """Compute a measure's interquartile range relative to its possible range; return 0 if the range is unbounded."""
     least, most = reading.info.low, reading.info.high
     if least is None or most is None:
         return 0.0
@@ -56,7 +56,7 @@ def _variation(reading: MeasureMap) -> float:
 
 
 def _fold(shapes: Shapes, reading: MeasureMap) -> tuple[list[str], list[str], list[list[float | None]]]:
-    """Fold a map into MOST_ROWS × MOST_COLUMNS cells at most; return row labels, column labels, and medians by row."""
+    """Reduce a map to at most MOST_ROWS × MOST_COLUMNS medians; return row labels, column labels and medians."""
     (layers, heads), labels, values = reading.values.shape, [], []
     height, width = -(-layers // MOST_ROWS), -(-heads // MOST_COLUMNS)
     for start in range(0, layers, height):
@@ -70,7 +70,7 @@ def _fold(shapes: Shapes, reading: MeasureMap) -> tuple[list[str], list[str], li
 
 @section(99, views=("screen", "markdown", "opening"))
 def next_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the commands that follow from the findings, and the advice to save the result."""
+    """Yield the commands to run next and, if any, the advice to save the result."""
     commands, advice = next_commands(shapes), advise_saving(shapes)
     if commands or advice:
         yield Section("Next", commands=[*map(clean, commands)], lines=[clean(advice)] if advice else [])

@@ -33,7 +33,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns that name the rows and are always shown, and the other columns, the most important first."""
+    """Columns that identify the rows, and other columns in order of importance."""
 
     names: Sequence[Column]
     columns: Sequence[Column]
@@ -74,7 +74,7 @@ def build_table(
 
 
 def sort_by_group(columns: Sequence[Column]) -> list[Column]:
-    """Sort the columns so that each group's columns are adjacent and groups follow the order of their first columns."""
+    """Make the columns of each group adjacent, with groups in the order of their first columns."""
     order = list(dict.fromkeys(column.group for column in columns))
     return sorted(columns, key=lambda column: order.index(column.group))
 
@@ -85,16 +85,16 @@ Passage = tuple[str, Sequence[Piece]]  # Caption, and the pieces of a text
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Values by row and column, which a terminal and Markdown show as shades; None for a missing value."""
+    """Values by row and column, shown as shades on a terminal and in Markdown; None for a missing value."""
 
     rows: Sequence[str]  # label of each row
     columns: Sequence[str]  # label of each column
     values: Sequence[Sequence[float | None]]
 
     def lines(self, shades: str = " ░▒▓█") -> Iterator[str]:
-        """Yield a line of column labels, as far as there is room, then a line per row with a shade per value.
+        """Yield a line of column labels, then one line per row with a shade for each value.
 
-        The first shade stands for the smallest value, the last for the largest, and `?` for None.
+        The first shade represents the smallest value, the last the largest, and `?` a missing value.
         """
         present = [value for row in self.values for value in row if value is not None]
         low, high = min(present), max(present)
@@ -146,13 +146,13 @@ class Heading:
     command: str
     facts: str  # architecture, size and input of the model
     notes: Sequence[str]  # caveats for reading the numbers
-    standing: str  # how much of the model was read, or the verdict on experiments, studies or checks
+    standing: str  # statement on coverage, or verdict on experiments, studies or checks
     sound: bool  # True if everything requested was read, and no experiment, study or check failed
 
 
 @dataclass(frozen=True)
 class Document:
-    """Whole report from top to bottom."""
+    """Report from top to bottom: heading and sections."""
 
     head: Heading | None
     sections: Sequence[Section]
@@ -166,14 +166,14 @@ View = Literal["screen", "terminal", "markdown", "verbose", "opening", "page"]
 summary, and above (`opening`) or below (`page`) the interactive part of the HTML page."""
 TEXTS: tuple[View, ...] = ("terminal", "markdown")  # Views with all tables of a report
 Builder = Callable[["Shapes", View], Iterable[Section]]
-"""Function that yields the sections of a report, given as Shapes, for a view; it yields none if nothing applies."""
+"""Function that yields sections of a report for a view, or nothing if no section applies."""
 _BUILDERS: dict[tuple[Kind, View], list[tuple[int, Builder]]] = {}
 
 
 def section(
     order: int, kinds: Kind | Sequence[Kind] = KINDS, views: Sequence[View] = (*TEXTS, "page")
 ) -> Callable[[Builder], Builder]:
-    """Return a decorator that registers a builder for these kinds of report and views; no other registration is needed.
+    """Return a decorator that registers a builder of sections for these kinds of report and views.
 
     A view shows sections by ascending `order`. Use 10 to 49 for the subject of a report, 50 to 79 for rules,
     reasons for missing values and selections, and 80 to 99 for explanations and provenance.
@@ -191,7 +191,7 @@ def section(
 def build_sections(shapes: Shapes, *views: View) -> Iterator[Section]:
     """Yield the sections of a report that are shown in these views, by ascending order.
 
-    A builder registered for several of these views yields its sections once, for the last of these views.
+    A builder registered for several of these views is called only once, with the last of these views.
     """
     kind = shapes.report.kind
     chosen = {builder: (order, view) for view in views for order, builder in _BUILDERS.get((kind, view), [])}

@@ -14,8 +14,8 @@ from attnlens.report.shapes import Shapes
 from attnlens.wording import NO_VALUE, clean, decimals_for, format_count, format_number, group_pairs, join_items
 
 DIVERGED, DESTROYED = "diverged", "destroyed"
-LARGE = 11.0  # Factor of the perplexity at or above which a rise is shown as a factor instead of a percentage
-SCREEN_COLUMNS = 5  # Number of columns of the outcome table on the screen: those of the loss, or of what replaces it
+LARGE = 11.0  # Ratio of perplexities from which a rise is shown as a factor instead of a percentage
+SCREEN_COLUMNS = 5  # Number of columns of the outcome table that the screen shows
 SHARED = ("one key", "floor")  # Roles of the controls that do not depend on the kernel
 UNITS = {  # Task → unit of loss and KL
     "causal": "nats per token",
@@ -81,8 +81,8 @@ def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
 def format_rise(loss: Change | None, perplexity: Change | None, *, destroyed: bool = False) -> tuple[str, str]:
     """Format the rise in perplexity, e^Δ − 1 for a rise Δ of the loss, and its interval: `+5.6 %`, `4.9 to 6.4 %`.
 
-    Both are factors (`× 12`) if the perplexity grows at least by the factor LARGE. If the model is destroyed, return
-    (DESTROYED, ""); without a loss or perplexity, (`–`, "").
+    Both are factors (`× 12`) if the perplexity grows at least by the factor LARGE. Return (DESTROYED, "") if the model
+    is destroyed, and (`–`, "") without a loss or perplexity.
     """
     if destroyed:
         return DESTROYED, ""
@@ -105,7 +105,7 @@ def effect_name(swap: Swap) -> str:
 
 
 def effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, float] | None]:
-    """Return an outcome's effect, of the kind by which the swap is judged (`judged_by`), and its 95 % interval."""
+    """Return an outcome's effect on the quantity by which the swap is judged, and the 95 % interval."""
     if swap.judged_by == "loss":
         return (None, None) if outcome.loss is None else (outcome.loss.delta, outcome.loss.ci95)
     if swap.judged_by == "kl":
@@ -128,13 +128,13 @@ def formula(swap: Swap) -> str:
 
 
 def measured_controls(swap: Swap) -> list[Control]:
-    """Return the controls that were measured; only these have a kernel."""
+    """Return the controls that were measured."""
     return [control for control in swap.controls if control.kernel is not None]
 
 
 @section(10, "swap", ("screen", "terminal", "markdown", "page"))
 def effect_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield kernel, number of heads and effects; on the screen, a table if there are several kernels, else nothing."""
+    """Yield the kernel, coverage and effects of a swap; the screen shows only a table of several kernels."""
     report, swaps, swap = shapes.report, shapes.report.swaps, shapes.report.swaps[0]
     single = len(swaps) == 1
     if view == "screen":
@@ -162,7 +162,7 @@ def effect_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def _state_long_range(swap: Swap) -> list[str]:
-    """State the change of the loss on tokens that repeat a bigram from beyond a window; [] if unknown."""
+    """State the change of the loss on tokens that repeat a bigram last seen outside a window; return [] if unknown."""
     if (record := swap.beyond_window) is None:
         return []
     change, decimals = record.change, loss_decimals([record.change])
@@ -174,7 +174,7 @@ def _state_long_range(swap: Swap) -> list[str]:
 
 
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """List (name, outcome): one kernel's stages, or several kernels, each before its controls; shared controls last."""
+    """List (name, outcome) of one kernel's stages, or of several kernels, with the controls."""
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
     # the controls of two kernels differ if their Δ beyond has different windows
@@ -254,7 +254,7 @@ def _loss_cells(
 
 
 def _reading_help(report: Report) -> str:
-    """Explain the columns of the table of outcomes, its intervals, and its rows of controls."""
+    """Explain the columns, intervals and controls in the table of outcomes."""
     swap, none, scope = report.swaps[0], no_errors(report), population(report, "token")
     controls = [control for each in report.swaps for control in measured_controls(each)]
     rows = [*controls, *(row for each in report.swaps for row in (each, *each.stages))]
@@ -281,7 +281,7 @@ def _reading_help(report: Report) -> str:
 
 
 def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
-    """Yield a table of the loss's change on each text, or of the hidden cosine if swaps are judged by hidden states."""
+    """Yield a table of the change of the loss on each text, or of the hidden cosine if that is the judged quantity."""
     hidden = swaps[0].judged_by == "hidden"
     records: list[Sequence[TextChange | TextCosine]]
     records = [swap.hidden_cosine_by_text if hidden else swap.loss_by_text for swap in swaps]
@@ -343,7 +343,7 @@ def _off_simplex(swap: Swap) -> list[str]:
 
 @section(48, "swap")
 def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the notes on the swaps, and the missing values; a note on only some kernels names them."""
+    """Yield the notes on the swaps and the missing values; name the kernels of notes that do not apply to all."""
     swaps = shapes.report.swaps
     several = len(swaps) > 1
     pairs = ((note, swap.kernel) for swap in swaps for note in (*swap.notes, *_off_simplex(swap) * several))
@@ -355,7 +355,7 @@ def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _without_value(swaps: Sequence[Swap]) -> list[str]:
-    """List the fields without a value, one line per reason; name kernel and stage if the report has several."""
+    """List the fields without a value, with one line per reason, and with kernel and stage if there are several."""
     places: list[tuple[str, dict[str, str]]] = []  # kernel and stage, reason by field
     for swap in swaps:  # the swap's reasons contain those of its last stage
         kernel = swap.kernel * (len(swaps) > 1)
@@ -377,7 +377,7 @@ def _without_value(swaps: Sequence[Swap]) -> list[str]:
 
 @section(49, "swap", ("verbose", "page"))
 def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield for each kernel a table of its swapped sites and, if known, one of its loss by position in the sequence."""
+    """Yield, for each kernel, a table of the swapped sites and, if known, a table of the loss by position."""
     swaps = shapes.report.swaps
     for swap in swaps:
         name = f" of {clean(swap.kernel)}" if len(swaps) > 1 else ""

@@ -21,7 +21,7 @@ function attentionPicture(rows) {
   const { queries, keys } = view.columns;
   const box = make(
     "div",
-    { class: "attended", role: "group", "aria-label": "Tokens and what they attend to: arrow keys move" },
+    { class: "attended", role: "group", "aria-label": "Queries and the keys they attend to: arrow keys move" },
     queries,
     lines,
     keys,
@@ -70,7 +70,7 @@ function column(view, side) {
   return list;
 }
 
-// Mark one token and those on the other side that it attends to, or that attend to it; none if place is −1.
+// Mark a query and the keys that it attends to, or a key and the queries that attend to it; place −1 clears all marks.
 function look(view, side, place) {
   const { rows, note, over, lines, columns } = view;
   for (const token of lines.parentNode.querySelectorAll(".lit")) {

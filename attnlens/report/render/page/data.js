@@ -31,7 +31,7 @@ function formatNumber(number, decimals) {
   return (/^-0\.?0*$/.test(text) ? text.slice(1) : text).replace("-", "−");
 }
 
-// Format an error with these decimals; `<0.0005` if they would show 0 for an error that is not 0.
+// Format an error with these decimals, or as `<0.0005` if a positive error would be shown as 0.
 function spread(number, decimals) {
   const text = formatNumber(number, decimals);
   return number > 0 && /^0\.?0*$/.test(text) ? `<${(0.5 * 10 ** -decimals).toFixed(decimals + 1)}` : text;

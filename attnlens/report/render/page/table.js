@@ -132,7 +132,7 @@ function wordTest(term) {
   return (head) => words(head).join(" ").toLowerCase().includes(term);
 }
 
-// Draw the rows in view and a few around them; spacers take up the height of the others.
+// Draw the rows in view and a few around them; spacers replace all other rows.
 function drawRows(again = false) {
   const box = element("rows"),
     count = table.order.length;
