@@ -478,7 +478,7 @@ class NearestFit:
         self.count = self.count + choosing.sum((0, 2))
         self.total = self.total + (u * choosing).sum((0, 2))
         self.second = self.second + ((u * choosing).mT @ u).sum(0)
-        apart = u - u.mean(-2, keepdim=True)  # changes only rounding, as in Grams
+        apart = u - u.mean(-2, keepdim=True)  # changes only rounding; see `Grams.update`
         mean = weight @ apart
         self.seen = self.seen + ((apart * weight.sum(-2)[..., None]).mT @ apart - mean.mT @ mean).sum(0)
 

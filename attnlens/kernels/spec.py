@@ -32,7 +32,7 @@ class Kernel:
     tie: str | None = None  # name of a tie in TIES, or None
     filter: KeyFilter | None = None  # filter of the keys a query keeps, in addition to the model's own mask
     fitted: Mapping[str, Shaped[Tensor, "heads ..."]] = field(default_factory=dict)  # parameters that a fit chose
-    near: KeyFilter | None = None  # for a hybrid: filter of the keys that keep the model's own kernel
+    near: KeyFilter | None = None  # for a hybrid: filter of the keys that use the model's own kernel
 
     @cached_property
     def spelling(self) -> str:
@@ -66,7 +66,7 @@ class Kernel:
 
     @property
     def tied_by(self) -> str:
-        """The tie as typed, or the kernel that implies it (`nearest:positive,oracle`); empty without a tie."""
+        """The tie as typed, or the kernel that implies a tie (`nearest:positive,oracle`); empty without a tie."""
         return re.sub(r"\w+=", "", self.spelling) if self.oracle else self.tie or ""
 
     @property
@@ -103,13 +103,13 @@ class Kernel:
 
     @property
     def has_gradient(self) -> bool:
-        """True if attention has a gradient in queries and keys: not for uniform, hard, mercer and negativeless."""
+        """True if attention is differentiable in queries and keys; False for uniform, hard, mercer, negativeless."""
         return self.info.reads and not self.info.hard and self.tie not in ("mercer", "negativeless")
 
     def prepare_call(self, call: Call) -> tuple[Call, Kernel]:
         """Return an equivalent call and the exponential kernel with this tie and filter.
 
-        If the kernel has no `prepare`, or `prepare` gives None, return `call` and this kernel.
+        If the kernel has no `prepare`, or `prepare` returns None, return `call` and this kernel.
         """
         if not self.oracle:
             prepared = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
@@ -171,7 +171,7 @@ class Kernel:
         self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> Float[Tensor, "batch heads rows columns"]:
         """Compute the sign of k for a `signed` kernel; the arguments are those of `log`."""
-        assert self.info.sign is not None  # noqa: S101  # a kernel that can be negative has one
+        assert self.info.sign is not None  # noqa: S101  # every kernel that can be negative has a sign function
         query, key = self.apply_tie(query, key)
         scores = score(query[..., rows, :], key[..., columns, :], scale, softcap)
         return self.info.sign(scores, **self.parameters, **self.fitted)
@@ -234,7 +234,7 @@ def score(query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
 
 
 def wide(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Convert half precision to float32, because it has too few digits for the logarithm of a kernel."""
+    """Convert half precision, which has too few digits for the logarithm of a kernel, to float32."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 

@@ -1,4 +1,4 @@
-"""Attention weights for a tile of query rows, or for whole matrices under a tie; masks and positions."""
+"""Attention in tiles of query rows or, for ties that need whole sequences, in whole matrices; masks and positions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def visible_under(mask: Tensor) -> Tensor:
-    """Return which entries of an additive mask leave their pair visible, whatever number marks masked pairs.
+    """Return True for each entry of an additive mask that leaves its pair visible, whatever number marks masked pairs.
 
     An entry is masked if it is at most LOST (in float16: −32,752). For each head, the other entries are sorted by their
     distance below the largest entry of their row; entries beyond the first gap of more than GAP are masked, too. So
@@ -185,7 +185,7 @@ def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " 
 
 
 def _find_real_tokens(call: Call) -> Bool[Tensor, "batch tokens"]:
-    """Return which tokens are not padding; a token is padding if no query sees its key."""
+    """Return True for each token that is not padding; a token is padding if no query sees its key."""
     batch, _, tokens, _ = call.query.shape
     if call.allowed is None:
         return torch.ones(batch, tokens, dtype=torch.bool, device=call.query.device)
@@ -259,7 +259,7 @@ def _tiles(call: Call, reach: int | None) -> list[slice]:
 
 
 def _columns(call: Call, where: Positions | None, reach: int | None, rows: slice) -> slice:
-    """Return a range that contains all keys that queries of the tile can see.
+    """Return a range of keys that contains every key visible to the queries `rows`.
 
     Without `reach`, the range contains all keys if one of these queries sees no key.
     """
