@@ -83,7 +83,7 @@ takes 5 to 15 s, and bands are many small operations (H100, torch 2.11)."""
 
 
 def _find_obstacle(name: str, call: Call, kernel: Kernel) -> str | None:
-    """Return the reason why the route `name` cannot compute the call; None if it can, "" if it never fits the kernel."""
+    """Return the reason why a fused route cannot compute the call; None if it can, "" if it never fits the kernel."""
     info, near, hidden = kernel.info, kernel.near, kernel.filter
     sums, flex = name.endswith("running sums"), name == "flex attention"
     applies = {

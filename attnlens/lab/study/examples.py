@@ -137,7 +137,7 @@ def draw_batches(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[
 
 
 LETTERS = range(4, 9)  # numbers of letters of a source; a sequence also has END
-HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}  # seeds of the held-out examples, unlike any training seed
+HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}  # seeds of the held-out examples, far from training seeds
 
 
 class Reversal(StudyTask):

@@ -53,9 +53,9 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
 
 
 def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[Rows, dict[str, str]]:
-    """Read lines of tab-separated columns, of which all lines must have the same number, one of those in `columns`.
+    """Read lines of tab-separated columns; `columns` lists the allowed numbers of columns, equal for all lines.
 
-    Return the rows, and the SHA-256 of the file by its name.
+    Return the rows, and a mapping from the file's name to the SHA-256 of the file.
     """
     text, digest = read_whole(path, remedy)
     # not splitlines, which would also split at characters that can occur inside sentences
@@ -195,7 +195,7 @@ def translation(path: str | Path, scale: Scale) -> StudyTask:
     """Read a translation task from lines `source TAB target` or `id TAB source TAB target`.
 
     If every id names a verse (`Ruth.1.16`) and no part would be empty, whole books are held out; otherwise, blocks of
-    lines.
+    lines are held out.
     """
     rows, files = read_rows(path, (2, 3), PAIRS_REMEDY)
     chosen = _split_by_book(rows) or {part: list(chain.from_iterable(each)) for part, each in blocks(len(rows)).items()}
@@ -324,7 +324,7 @@ SAY_DATASET = "Give the training and test files of one dataset."
 def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
     """Read a `.ts` file, in which `:` separates channels and the final label, and `,` separates numbers.
 
-    Return the header's words in lower case with their values, the cases, and the SHA-256 of the file's bytes.
+    Return the header's values by lower-case word, the cases, and the SHA-256 of the file's bytes.
     """
     text, digest = read_whole(path, REMEDY)
     header: dict[str, str] = {}
@@ -364,8 +364,8 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
 def series(train: str | Path, test: str | Path) -> StudyTask:
     """Read a classification task from two `.ts` files of series, for training and for testing.
 
-    Every fifth case of each class of the first file (the last of fewer than five) is used for validation. Each channel
-    is scaled to mean 0 and standard deviation 1 over the steps of the training part; a constant channel is only
+    In the first file, every fifth case of each class is used for validation (of fewer than five, the last case). Each
+    channel is scaled to mean 0 and standard deviation 1 over the steps of the training part; a constant channel is only
     centred.
     """
     (header, first, digest), (_, second, test_digest) = read_series(train), read_series(test)
