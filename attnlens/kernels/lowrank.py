@@ -156,7 +156,7 @@ def shared_indices(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " head
 
 @dataclass(frozen=True)
 class Latents:
-    """Directions of the latents of a site, leading directions first; a query head uses the latent of its key head."""
+    """Maps of a site's queries and keys to latents (see Grams); the columns are sorted, leading directions first."""
 
     groups: tuple[tuple[int, ...], ...]  # key heads of each latent, as in Grams
     key_of: tuple[int, ...]  # key head of each query head, as in Grams

@@ -174,7 +174,7 @@ def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Per
 def primal(
     query: Side, key: Side, *, query_map: Map, key_map: Map, output_map: OutputMap, offset: Offset, **_others: object
 ) -> Output:
-    """Primal-Attention: outputs from each token's KSVD scores, without values; causal heads use running means."""
+    """Primal-Attention: outputs from KSVD scores of tokens (in causal heads, of running means), without values."""
     size = query_map.shape[-1]
     e, r = query @ query_map.to(query), key @ key_map.to(key)
     to_output = output_map.to(query)

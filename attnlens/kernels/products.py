@@ -1,4 +1,4 @@
-"""Kernels that are functions of the score s⟨q, k⟩, of a distance or angle, or of finitely many features."""
+"""Kernels that are functions of the score s⟨q, k⟩, of a distance, overlap or angle, or of finitely many features."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Kernel:
 
     @property
     def oracle(self) -> bool:
-        """True if the tie decomposes log k of the evaluated text itself, which is an analysis and not a model."""
+        """True if the kernel is an analysis that decomposes log k of the evaluated text, rather than a model."""
         return self.info.oracle is not None and self.info.oracle(**self.parameters) is not None
 
     @property

@@ -73,7 +73,7 @@ class PrimalHeads(nn.Module):
     def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
         """Compute the objective J of the last forward pass for each sequence and head.
 
-        Raises UsageError if no forward pass is stored (`regulariser` deletes it after training passes), or if the pass
+        Raises UsageError if no forward pass is stored, as after a call of `regulariser` in training, or if the pass
         recorded no gradients although gradients are enabled now.
         """
         if self.last is None:

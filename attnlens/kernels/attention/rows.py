@@ -51,8 +51,8 @@ def visible_under(mask: Tensor) -> Tensor:
     """Return True for each entry of an additive mask that leaves its pair visible, whatever number marks masked pairs.
 
     An entry is masked if it is at most LOST (in float16: −32,752). For each head, the other entries are sorted by their
-    distance below the largest entry of their row; entries beyond the first gap of more than GAP are masked, too. So
-    −100 on top of a position bias is a mask (Swin); a bias that falls in small steps is not.
+    distance below the largest entry of their row; entries beyond the first gap of more than GAP are masked, too. Thus,
+    −100 on top of a position bias is a mask (Swin), but a bias that falls in small steps is not.
     """
     masked = mask <= max(torch.finfo(mask.dtype).min / 2, LOST)
     largest = mask.masked_fill(masked, -math.inf).amax(-1, keepdim=True)
@@ -172,7 +172,7 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
 
 
 def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " n"], Float[Tensor, "heads n n"]]]:
-    """Yield, for one sequence at a time, its index, the positions of its real tokens, and its attention in float64."""
+    """Yield each sequence's index, the positions of the real tokens, and the attention in float64."""
     key, untied, part = call.paired_key, replace(kernel, tie=None), kernel.part
     assert part is not None  # noqa: S101  # guaranteed by route
     for index, tokens in enumerate(_find_real_tokens(call)):

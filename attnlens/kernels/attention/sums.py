@@ -125,7 +125,7 @@ def _chunk_size(x: Tensor) -> int:
 
 
 def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
-    """Compute φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ for all i: keys of the same chunk pair by pair, others by a running sum."""
+    """Compute φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ for all i, with a running sum over chunks of tokens."""
     total, chunks, size = None, [], _chunk_size(query)
     for start in range(0, query.shape[-2], size):
         rows = slice(start, start + size)
@@ -137,7 +137,7 @@ def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
 
 
 def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
-    """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ for all i; for a single chunk of queries, multiply φ(q_i)φ(k_j)ᵀ first."""
+    """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ for all i."""
     size = _chunk_size(query)
     queries, keys = ([slice(start, start + size) for start in range(0, x.shape[-2], size)] for x in (query, key))
     if len(queries) == 1:

@@ -49,7 +49,7 @@ class ExperimentSettings:
 
 @dataclass(frozen=True)
 class Study:
-    """An experiment: its function and its sizes."""
+    """An experiment, with its function, its settings and the source of its published values."""
 
     name: str  # name on the command line
     function: Callable[[ExperimentSettings, Progress], Experiment]
@@ -388,7 +388,7 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     rows, last_rows, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
 
     def correlate(descent: Descent, end: int, name: str, svm: str, suffix: str = "") -> Float[Tensor, " trials"]:
-        """Add the curve of W's correlation with the SVM of the tokens chosen at record `end`; return its last values."""
+        """Add the curve of W's correlation with the SVM of the tokens chosen at record `end`; return its last row."""
         tick = partial(progress, f"local convergence, {name}, {svm} SVM")
         solutions = directions(SVMS[svm], instances, descent.chosen[end], tick)
         steps, correlations = descent.steps[: end + 1], descent.correlation(solutions)[: end + 1]

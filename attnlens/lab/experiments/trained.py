@@ -276,7 +276,7 @@ class Case(NamedTuple):
 
 
 def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
-    """Compute each identity's largest error over all kernels, and the control's least |J|, which must not be 0."""
+    """Compute the largest error of each identity over all kernels, and the smallest |J| of the perturbed control."""
     all_cases, all_errors = list(build_cases(seed)), list[dict[str, float]]()
     for done, case in enumerate(all_cases, 1):
         all_errors.append(measure_errors(case, seed))

@@ -86,7 +86,7 @@ def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[st
 
 @dataclass
 class Trained:
-    """A trainable weight or kernel parameter: an initial value, and a float32 change in which small steps add up."""
+    """A trainable weight or kernel parameter: an initial value plus a change, in float32 to keep small steps."""
 
     start: Tensor  # initial value
     change: Tensor  # added to the initial value; a float32 leaf
@@ -125,7 +125,7 @@ class Trained:
 
     @property
     def count(self) -> int:
-        """Number of trained entries: with low rank, only rows of U and V count that affect an entry with mask ≠ 0."""
+        """Number of trained entries, excluding rows of U and V that affect no entry with mask ≠ 0."""
         if self.mask is None:
             return self.change.numel()
         entries = self.mask.flatten(1) != 0
@@ -212,7 +212,7 @@ class Healer(SwapSetup):
             loss.backward()  # type: ignore[no-untyped-call]
 
     def by_sequence(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the mean distance and the number of compared tokens of each sequence with at least one such token."""
+        """Return the mean distance and the number of compared tokens of each sequence that has compared tokens."""
         with torch.no_grad(), self.run_student(inputs, targets, []) as (losses, owners):
             return average_by_sequence(losses, owners, texts.sequences_in(inputs))
 
@@ -267,7 +267,7 @@ class Healer(SwapSetup):
         return states_of(result) if self.task == "hidden" else logits_of(result)
 
     def _compare(self, original: Tensor, new: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute the distance of `new` from `original` at each token except padding, and each token's sequence."""
+        """Return, for each token except padding, the distance of `new` from `original` and the sequence index."""
         owners = sequence_index(original, inputs)
         if owners is None:  # attribute all to the first sequence
             owners = torch.zeros(original[..., 0].numel(), dtype=torch.long)
@@ -320,9 +320,8 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
     """Compute the attention transfer loss, add `weight` times its gradient to the leaves, and return the loss.
 
     The loss is Σ_sites ‖new − original‖² / ‖original‖² of the site outputs softmax(…)V, averaged over sequences (Zhang
-    et al. 2024, LoLCATs, Eq. 6, with relative errors so that all sites count), plus the regulariser of primal
-    attention. Each module runs alone, on the input that it has in the original model, so that only one graph is in
-    memory.
+    et al. 2024, LoLCATs, Eq. 6, with relative errors), plus the regulariser of primal attention. Each module runs
+    separately, on its input in the original model, so that only one autograd graph is in memory.
     """
     total, terms = 0.0, 1 if healer.options.ksvd_convention == "paper" else len(healer.swaps)
     with torch.enable_grad():

@@ -113,7 +113,7 @@ def count_sequences(amount: Amount, tokens: int) -> int:
 
 
 def add_healed_stage(run: KernelRun, calibrated: texts.Batches, options: HealRequest) -> None:
-    """Heal the last stage of a run as stage `healed`; train the control if requested; measure both models."""
+    """Heal the last stage of a run, train the control if requested, and measure both models."""
     shapes = run.session.shapes
     with enough_memory(calibrated.batches[0].inputs, "to train on"):
         healing, healer = train_swap(run, options, calibrated)
@@ -283,7 +283,7 @@ class Descent:
     reported: int = 0  # amount reported to `progress` so far
 
     def __post_init__(self) -> None:
-        """Create the optimiser, and estimate the share of the work that one step does (0 if the amount is a time)."""
+        """Create the optimiser, and estimate the share of the work per step (0 if the amount is a time)."""
         self.start, self.amount = time.monotonic(), self.healer.options.train
         self.generator = torch.Generator().manual_seed(self.healer.seed)  # draws the order of the batches
         self.optimiser = adamw(self.healer.leaves, self.rate)
@@ -308,7 +308,7 @@ class Descent:
 
     @property
     def end(self) -> float:
-        """Share of the total work at which the stage ends at the latest."""
+        """Latest end of the stage, as a share of the total work."""
         return TRANSFER[self.healer.options.learn] if self.stage == "transfer" else 1.0
 
     @property
@@ -360,7 +360,7 @@ class Descent:
                 self._run_check()
 
     def _start_stage(self) -> None:
-        """Start the stage from the best parameters so far, at a rate from a range test (never 0 with a control)."""
+        """Start the stage from the best parameters so far, at a rate chosen by a range test."""
         set_values(self.healer.leaves, self.values)
         count = max(1, min(STEPS, round(self.planned / 10)))
         repeated = cycle(self.train)
@@ -436,7 +436,7 @@ class Descent:
         return distances
 
     def _is_due(self) -> bool:
-        """Return True if a check is due; checks are in the middle of equal parts of the work (0.05, 0.15, … for 10)."""
+        """Return True if a check is due: in the middle of each of several equal parts of the work."""
         planned = self.planned if self.one_step else self.amount.number
         checks = max(FEW, min(CHECKS, int(planned // NEAR)), min(MOST_CHECKS, int(planned // APART)))
         now, last = (int(share * checks + 0.5 + ROUNDING) for share in (self.share, self.history[-1][0]))

@@ -281,7 +281,7 @@ class BudgetSearch(SwapSetup):
         return tried
 
     def use_form(self, fits: Forms, form: Kernel) -> None:
-        """Use this form's fit to all texts and, if there are several, its fits that leave out one text each."""
+        """Adopt a form of latents, with its fit to all texts and, for each of several texts, its fit to the others."""
         self.bases = fits[form.spelling][None]
         self.bases_without = {name: bases for name, bases in fits[form.spelling].items() if name is not None}
         self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}
@@ -369,7 +369,7 @@ class BudgetSearch(SwapSetup):
 
 @dataclass(frozen=True)
 class Trial:
-    """A part of the calibration text with the original model's losses, to measure the rise in the loss for ranks."""
+    """A part of the calibration text on which the rise in the loss is measured for given ranks."""
 
     search: BudgetSearch
     part: Sample

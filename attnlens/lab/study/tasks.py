@@ -409,7 +409,7 @@ LINES = 5_000  # lines per block; limits the length of the lists of ids
 
 
 def wikitext(scale: Scale) -> StudyTask:
-    """Load language modelling on WikiText-103 with its published split."""
+    """Load the language task WikiText-103 with its published split."""
     parts = {}
     for part, rows in _load_splits("--text", *WIKITEXT).items():
         lines = [line.rstrip("\n") + "\n" for line in rows["text"]]
@@ -418,7 +418,7 @@ def wikitext(scale: Scale) -> StudyTask:
 
 
 def iwslt(scale: Scale) -> StudyTask:
-    """Load German-English translation on IWSLT'14 with its published split."""
+    """Load the German-English translation task IWSLT'14 with its published split."""
     splits = _load_splits("--pairs", *IWSLT)
     parts = {part: [(row["de"], row["en"]) for row in rows["translation"]] for part, rows in splits.items()}
     files = _hash_parts(IWSLT, {part: chain.from_iterable(rows) for part, rows in parts.items()})

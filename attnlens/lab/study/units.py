@@ -1,4 +1,4 @@
-"""Resumable training runs as units of work, saved models, and measures of heads during training."""
+"""Run units of work, each a resumable training run; save models and measure heads during training."""
 
 from __future__ import annotations
 
