@@ -52,7 +52,7 @@ def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tens
     positions, keys = call.places, call.key.shape[2]
     if positions is None or positions.shape[-1] != call.query.shape[2] or call.cross:
         reason = "this is cross-attention" if call.cross else "the model does not pass token positions to its attention"
-        problem = f"Keys cannot be rotated back: {reason}."
+        problem = f"`rank` with rotation=before cannot undo the rotation of keys: {reason}."
         raise UsageError(problem, "Leave out rotation=before.")
     # keys in a key-value cache directly precede the first query
     before = positions[..., :1] + torch.arange(min(0, positions.shape[-1] - keys), 0, device=positions.device)
@@ -300,7 +300,7 @@ class MapsFit:
 def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
     """Return qA, kB and the scale; raise UsageError if heads share a latent or latents precede the rotation."""
     if "members" in more:
-        problem = "Heads of this rank kernel share a latent or need positions, so q and k of one head do not suffice."
+        problem = "This `rank` kernel needs the keys of all heads or token positions, but got one head's q and k."
         raise UsageError(problem, TOGETHER)
     low_query, low_key = wide(query) @ query_map.to(wide(query)), wide(key) @ key_map.to(wide(key))
     return low_query.to(query), low_key.to(key), scale
@@ -358,12 +358,10 @@ def share_keys(
             words=(("all", ALL),),
             shown_at_default=False,
         ),
-        choice(
-            "rotation", "whether latents compress keys after or before the rotation", ("after", "before"), default=AFTER
-        ),
+        choice("rotation", "compress keys after or before the rotation (RoPE)", ("after", "before"), default=AFTER),
         choice(
             "metric",
-            "weights of pairs in the fit: attention, or attention and the effect on predictions, a²(v − ō)ᵀG(v − ō)",
+            "weights of pairs in the fit: attention; or attention and the effect on predictions, a²(v − ō)ᵀG(v − ō)",
             ("attention", "output"),
             default=ATTENTION,
         ),
@@ -506,7 +504,7 @@ def _refuse_unsupported(call: Call) -> None:
     refuse_unpaired("nearest", call.query.shape[-2], call.key.shape[-2], cross=call.cross)
     if call.softcap is not None or call.sinks is not None:
         what = "caps its scores (softcap)" if call.softcap is not None else "has attention sinks"
-        problem = f"`nearest` omits query-only terms, which matter in this model: an attention layer {what}."
+        problem = f"`nearest` omits terms that depend only on the query, but they matter: an attention layer {what}."
         raise UsageError(problem, "Choose another kernel for this model.")
 
 
@@ -519,7 +517,7 @@ def nearest_call(
     Raises UsageError if nothing is fitted, and in the cases of `NearestFit.update`.
     """
     if centre is None:
-        raise UsageError("Kernel `nearest` must be fitted before use.", "Let attnlens.swap_kernel fit the kernel.")
+        raise UsageError("Kernel `nearest` must be fitted before use.", "Fit the kernel with attnlens.swap_kernel.")
     _refuse_unsupported(call)
     if factor is None or signs is None or gate is None:
         query = wide(call.query)
@@ -539,7 +537,7 @@ def _nearest_dot(query: Query, key: Key, scale: float, *, how: int, **_more: obj
     """Return the arguments unchanged if `how` is ORACLE; raise UsageError for a fitted form, which mixes q and k."""
     if how == ORACLE:
         return query, key, scale
-    problem = "`nearest` computes each score from the query and key of both tokens, but got one query and one key."
+    problem = "`nearest` needs the query and the key of both tokens for each score, but got one query and one key."
     raise UsageError(problem, TOGETHER)
 
 
@@ -556,8 +554,8 @@ def _nearest_dot(query: Query, key: Key, scale: float, *, how: int, **_more: obj
         ),
         choice(
             "how",
-            "fitted: a model with a form from calibration text; oracle: an analysis that splits the evaluated text's "
-            "own logits (bidirectional heads)",
+            "fitted: fit a form to calibration text; oracle: keep the part of the evaluated text's own logits, for "
+            "analysis only (bidirectional heads)",
             ("fitted", "oracle"),
             default=FITTED,
         ),

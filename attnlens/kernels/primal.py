@@ -163,8 +163,8 @@ def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Per
     source="Chen et al. 2023, Eq. 6; closed form of attnlens",
     **PAIR | {"symmetric": False, "features": "finite", "form": "output"},
     parameters=(
-        KernelParameter("scores", "number of scores s of each kind per token", int, low=1, high=65536),
-        KernelParameter("samples", "rows of F (evenly spaced tokens); 0: F = I", int, default=0, low=0, high=65536),
+        KernelParameter("scores", "number s of e-scores and of r-scores per token", int, low=1, high=65536),
+        KernelParameter("samples", "rows of F, from evenly spaced tokens; 0: F = I", int, default=0, low=0, high=65536),
     ),
     fused="scores, O(tokens)",
     fit=PrimalFit,

@@ -218,8 +218,8 @@ TIES = _by_name(  # ties of queries and keys, for self-attention only
         "(log k(q_i, k_j) + log k(q_j, k_i)) / 2",
         "the mean of log k and its transpose",
         "Tsai T.2",
-        caution="Averaging log k and its transpose also halves the gate on keys, so its cost is not that of "
-        "asymmetry alone. In bidirectional heads, skewless measures the cost of asymmetry.",
+        caution="Averaging log k and its transpose also halves the gate on keys, so the cost is not only that of "
+        "asymmetry. In bidirectional heads, skewless measures the cost of asymmetry alone.",
     ),
     Modifier("tied-query", "log k(q_i, q_j)", "W_K = W_Q: keys are replaced by queries", "Tsai T.2"),
     Modifier("tied-key", "log k(k_i, k_j)", "W_Q = W_K: queries are replaced by keys", "Tsai T.2"),
@@ -253,7 +253,7 @@ TIES = _by_name(  # ties of queries and keys, for self-attention only
     ),
 )
 
-WIDTH = KernelParameter("width", "tokens on each side, including the token itself", int, low=1, high=2**31)
+WIDTH = KernelParameter("width", "number of tokens on each side, including the token itself", int, low=1, high=2**31)
 FILTERS = _by_name(  # filters, which select by position the keys that a query keeps
     Modifier(
         "window",
@@ -269,7 +269,7 @@ FILTERS = _by_name(  # filters, which select by position the keys that a query k
         "j < sinks or |i − j| < w",
         "the first tokens and the w nearest",
         "Xiao et al. 2024",
-        (replace(WIDTH, name="sinks", meaning="first tokens, visible to all"), WIDTH),
+        (replace(WIDTH, name="sinks", meaning="number of first tokens, which all tokens see"), WIDTH),
         lambda i, j, sinks, width: (j < sinks) | ((i - j).abs() < width),
         from_start=True,
     ),
@@ -289,7 +289,7 @@ HYBRIDS = {  # keys that a filter keeps use the model's own kernel; all other ke
         name=name,
         formula="a_ij ∝ γ·exp(s⟨q_i, k_j⟩ − max over near j' of s⟨q_i, k_j'⟩) "
         f"where {window.formula}, φ(q_i)φ(k_j) elsewhere",
-        meaning=f"the model's own kernel among {window.meaning}, a kernel of positive features beyond them",
+        meaning=f"the model's own kernel for {window.meaning}; a kernel of positive features for other keys",
         source=source,
         caution="γ, one number per head, is 1 unless healed. If no key is beyond the window, the head is unchanged.",
     )

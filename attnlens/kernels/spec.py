@@ -188,7 +188,7 @@ class Kernel:
         info, numbers = self.info, {**self.parameters, **self.own_fitted}
         if info.form == "output":
             problem = f"{info.name} is not a function of a query and a key, so it has no attention matrix."
-            raise UsageError(problem, "Compare outputs, or choose another kernel.")
+            raise UsageError(problem, "Compare the outputs instead, or choose another kernel.")
         self._refuse_unfitted()
         if info.form == "pair":
             shape = *query.shape[:-1], key.shape[-2]

@@ -133,7 +133,7 @@ def _find_conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator
     several = [p for p in info.parameters if not p.shown_at_default and kernel.parameters[p.name] != p.default]
     if tie is not None and info.prepare is not None and several and not kernel.oracle:
         name = several[0].name
-        problem = f"`{tie}` ties each query to the key of its token, but `{name}` combines several keys"
+        problem = f"`{tie}` cannot be combined with the parameter `{name}` of `{info.name}`"
         yield problem, f"Leave out `{tie}`, or `{name}`."
     if near is not None and (info.form != "features" or kernel.signed):
         what = "can be negative" if kernel.signed else "is not a kernel of positive features"

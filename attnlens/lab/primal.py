@@ -130,7 +130,7 @@ def _check_layer(layer: SiteCall, samples: int) -> None:
     if problem:
         raise ModelError(f"{layer.site.path} {problem}.", "Choose another model, or omit such layers.")
     if hasattr(layer.module, "primal"):
-        raise UsageError(f"{layer.site.path} is already primal.", "Use a model without primal layers.")
+        raise UsageError(f"{layer.site.path} already has primal attention.", "Use a model without primal layers.")
     if samples and layer.site.part == "decoder":
         raise UsageError("Causal primal attention cannot sample rows: future tokens would leak.", "Use samples=0.")
     heads, _, size = layer.call.query.shape[1:]

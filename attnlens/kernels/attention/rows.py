@@ -161,7 +161,7 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
     """Raise UsageError for a tie that needs whole sequences if a mask hides pairs, or if the model has sinks."""
     name = kernel.tied_by
     if call.sinks is not None:
-        problem = f"`{name}` omits query-only terms, which matter in this model because it has attention sinks."
+        problem = f"`{name}` omits terms that depend only on the query, but they matter for attention sinks."
         raise UsageError(problem, "Choose another kernel for this model.")
     real = _find_real_tokens(call)[:, None]
     hidden = call.causal if call.allowed is None else (real[..., None] & real[..., None, :] & ~call.allowed).any()

@@ -254,7 +254,7 @@ def cosine_features(
     """
     query, key = (ksvd.unit(running_means(wide(x), real) if causal else wide(x)) for x in (query, key))
     if samples and causal:
-        problem = "`samples` takes rows of the whole text, but the mask is causal: future tokens would leak."
+        problem = "`samples` takes rows of the whole text, so future tokens would leak through the causal mask."
         raise UsageError(problem, "Leave out `samples`, or choose bidirectional sites.")
     if samples:
         chosen = ksvd.evenly_spaced(key if rows is None else wide(rows), samples, real)

@@ -151,7 +151,7 @@ class Healer(SwapSetup):
         """
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
-            problem = "No weight can be trained: each affects more than the queries or keys of the swapped heads."
+            problem = "No weight can be trained: no weight affects only the queries or keys of the swapped heads."
             raise ModelError(problem, "Use swap-kernel, which does not train.")
         self.swaps = expand_parameters(self, [batch])
         if self.options.ksvd_convention == "code":  # initialise Λ to √(nΛ), n the sequence length, where J is 0
@@ -172,7 +172,7 @@ class Healer(SwapSetup):
         if self.options.checkpointing:
             self.blocks = [block for _, block in hooks.blocks(self.loaded.model, texts.first(batch.inputs, 1))]
             if not self.blocks:
-                problem = "Checkpointing needs blocks that run exactly once per forward pass; this model has none."
+                problem = "Checkpointing needs blocks that run exactly once per forward pass, but this model has none."
                 raise ModelError(problem, "Pass checkpointing=False.")
         for site, swap in self.swaps.items():
             shared, self.parameters[site] = shared_indices(swap.kernel.fitted), {}

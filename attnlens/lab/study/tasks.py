@@ -430,7 +430,7 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
     try:
         import datasets
     except ImportError:
-        remedy = f'Run: pip install "attnlens[papers]", or give {instead}.'
+        remedy = f'Run: pip install "attnlens[papers]", or use local files with {instead}.'
         raise UsageError("The papers' data require the package `datasets`.", remedy) from None
     try:
         with silence_logging(*DOWNLOADING):
@@ -439,7 +439,7 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
     except (OSError, ValueError, KeyError) as error:  # the hub is unreachable, or the dataset has changed
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         problem = f"{name[0]} can't be downloaded from the hub: {reason}"
-        raise TextError(problem, f"Connect to the internet, or give {instead}.") from None
+        raise TextError(problem, f"Connect to the internet, or use local files with {instead}.") from None
 
 
 def _hash_parts(name: Sequence[str], parts: Mapping[str, Iterable[str]]) -> dict[str, str]:
