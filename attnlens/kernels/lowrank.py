@@ -88,7 +88,7 @@ class Grams:
             key = key - key.mean(-2, keepdim=True)
         whole = rows = weight.sum(-1, keepdim=True)
         if call.sinks is not None:
-            # a sink acts as a key at 0 with the weight missing to 1; queries that see two keys or more count equally
+            # a sink acts as a key at 0 with the remaining weight; queries that see two keys or more count equally
             whole, rows = torch.ones_like(rows), (rows > 0).to(rows)
         by_head = ((query * rows).mT @ query).sum(0)
         index = torch.tensor(self.key_of, device=by_head.device)
@@ -391,9 +391,9 @@ def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Squa
     """Compute P, X and weights such that N = PXPᵀ is the symmetric N with the least tr (N−N₀)ᵀC_q(N−N₀)C_k.
 
     N₀ is `form`, C_q is `queries`, C_k is `keys`. Since PᵀC_qP = diag λ and PᵀC_kP = I − diag λ, the error is
-    Σ_ab w_ab (X−X₀)²_ab for w_ab = λ_a(1−λ_b) and X₀ = P⁻¹N₀P⁻ᵀ, and X_ab = (w_ab X₀_ab + w_ba X₀_ba)/(w_ab+w_ba). X is
-    0 outside the span of the tokens. If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}. The weights returned are
-    (w_ab+w_ba)/2: the error of any other symmetric X' is that of X plus Σ weights (X'−X)².
+    Σ_ab w_ab (X−X₀)²_ab, where w_ab = λ_a(1−λ_b) and X₀ = P⁻¹N₀P⁻ᵀ. X_ab = (w_ab X₀_ab + w_ba X₀_ba)/(w_ab+w_ba)
+    minimises this error. X is 0 outside the span of the tokens. If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}.
+    The returned weights are (w_ab+w_ba)/2: the error of any other symmetric X' is that of X plus Σ weights (X'−X)².
     """
     root, inverse = matrix_roots(queries + keys)
     values, vectors = torch.linalg.eigh(inverse @ queries @ inverse)

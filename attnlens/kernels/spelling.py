@@ -25,7 +25,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     """
     known = kernels()
     bases, ties, filters, nears = list[Kernel](), list[str](), list[KeyFilter](), list[KeyFilter]()
-    for part in re.split(r"(?<!\d[eE])\+", words):  # not at the plus of 1e+06
+    for part in re.split(r"(?<!\d[eE])\+", words):  # do not split at the plus of 1e+06
         name, _, numbers = part.strip().partition(":")
         checked_name("kernel", name, [*known, *TIES, *FILTERS, *HYBRIDS])
         if name in TIES:
@@ -220,7 +220,7 @@ def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
 
 
 def cached_numbers(kernel: Kernel) -> float | None:
-    """Return the count of numbers stored per key, averaged over heads; None if whole keys are stored.
+    """Return the number of coordinates stored per key, averaged over heads; None if whole keys are stored.
 
     The numbers of a shared latent are divided equally among its key heads.
     """

@@ -223,7 +223,7 @@ def train_head(
 ) -> Experiment:
     """Run gradient descent from zero (K, Q: small random factors) and from the head's M; compare with the SVM W_mm.
 
-    W_mm minimises the Frobenius norm if W is trained, and the nuclear norm if K and Q are.
+    W_mm minimises the Frobenius norm if W is trained, and the nuclear norm if K and Q are trained.
     """
     problem = nearness.posed.problem
     goal = nearness.solution if s.parameterisation == "W" else attsvm.solve_nuclear(problem)

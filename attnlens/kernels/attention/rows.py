@@ -201,9 +201,9 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
 
     The weight of a sink is not returned, so rows then sum to less than 1. A signed kernel gives k · exp(bias) / Σ,
     which is not finite if the sum is zero. The hard kernel gives weight 1 to the first of the largest scores. Rows that
-    see no key are uniform, as in transformers' eager attention, or zero if the model has sinks or the kernel has a tie
-    that needs whole sequences. Raises UsageError for a tie if queries and keys differ in number, and for a filter or
-    hybrid if the queries' positions among the keys are unknown.
+    see no key are uniform, or zero if the model has sinks or the kernel has a tie that needs whole sequences. Raises
+    UsageError for a tie if queries and keys differ in number, and for a filter or hybrid if the queries' positions
+    among the keys are unknown.
     """
     call, kernel = kernel.prepare_call(call)
     if kernel.part is not None:

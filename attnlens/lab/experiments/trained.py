@@ -258,7 +258,7 @@ def by_third(
     }
 
 
-LAYER, HEAD, HEAD_TOKENS = 1, 3, 128  # head that supplies queries and keys, and tokens of the built-in text it reads
+LAYER, HEAD, HEAD_TOKENS = 1, 3, 128  # head that supplies queries and keys, and number of tokens
 SCORES, ROWS, RANDOM = 4, 10, 64  # s, number of sampled rows X', and number of random features per token
 KERNELS = f"cosine and random features of head {LAYER}.{HEAD} of demo, Gaussian features"
 NOISE = 0.1  # standard deviation of the noise added to H_e in the control

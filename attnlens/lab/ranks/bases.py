@@ -104,8 +104,8 @@ def fit_forms(
 ) -> Forms:
     """Fit each form of latents in one pass of the original model over `batches`, each from a single text.
 
-    With `metric=output`, further passes compute the gradients on each text separately, so that maps fitted to other
-    texts do not depend on this text. Raises UsageError if only some query heads of a key head are swapped.
+    With `metric=output`, further passes compute gradients separately for each text, so that maps fitted without a text
+    are independent of that text. Raises UsageError if only some query heads of a key head are swapped.
     """
     model, swaps = setup.loaded.model, setup.swaps
     names = list(dict.fromkeys(name for name, _ in batches))
@@ -167,8 +167,7 @@ def sensitivities(
     is ∂loss/∂o_i. If targets are sampled from the model's own predictions, this change has mean 0, and its second
     moment is the Fisher information (Martens 2020, Eq. 7). If queries and heads are taken as independent, the rise is ½
     Σ_i ⟨g_i, δo_i⟩², divided by the number of predictions. Ranks beyond a latent's full rank get ∞. Gradients with
-    respect to logits are not used: they would be 0 in a saturated head, although cutting the rank of its logits
-    destroys its attention.
+    respect to logits are not used, because they vanish in saturated heads.
     """
     totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in bases.items()}
     generator, count, kernel = torch.Generator().manual_seed(setup.seed), 0, parsed("rank:65536")  # `maps` cuts ranks

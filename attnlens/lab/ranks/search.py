@@ -199,8 +199,8 @@ class Choice:
     bases: dict[Site, Basis]  # the latents of each site
     ranks: dict[Site, list[int]]  # the rank of each latent
     swaps: hooks.Swaps  # the swaps with these ranks
-    estimated: Rise | None = None  # rise on the text used to choose the ranks; None if a plan contains the ranks
-    promised: Rise | None = None  # rise on held-out text; None if a plan contains the ranks, or a loss is not finite
+    estimated: Rise | None = None  # rise on the text used to choose the ranks; None for the ranks of a given plan
+    promised: Rise | None = None  # rise on held-out text; None for the ranks of a given plan or infinite losses
     steps: list[PlanStep] = field(default_factory=list)  # the measured nested plans, from large to small ranks
     reason: str | None = None  # reason if a search reduced no rank; None otherwise
     forms: list[FormTried] = field(default_factory=list)  # the compared forms of latents, at half of full rank

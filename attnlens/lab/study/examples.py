@@ -143,9 +143,9 @@ HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}  # seeds of the held-out
 class Reversal(StudyTask):
     """Task of reversing random letters; a letter becomes a capital if it follows an odd letter (b, d, …) in the source.
 
-    Without positions in the encoder and in cross-attention, the decoder's output depends only on which letters the
-    source contains and how often (Tsai et al. 2019, Proposition 1). Such a model cannot solve the task, because sources
-    with the same letters have different targets.
+    Without positions in the encoder and in cross-attention, the decoder's output does not depend on the order of the
+    source's letters (Tsai et al. 2019, Proposition 1). Such a model cannot solve the task, because sources with the
+    same letters have different targets.
     """
 
     def __init__(self, letters: int = 8, evaluated: int = 256) -> None:

@@ -255,9 +255,9 @@ def pair_rows(
 def load_labelled(path: str | Path, scale: Scale) -> StudyTask:
     """Read a classification task from lines `text TAB label`, after an optional header.
 
-    If a text occurs more than once, only its first occurrence is kept, even if the labels differ, so no text is in two
-    parts. The texts of each class are split in file order: 80 % training, 10 % validation, 10 % test. Texts are cut to
-    the scale's `length`.
+    Only the first occurrence of a repeated text is kept, even if the labels differ, so that no text is in two parts.
+    The texts of each class are split in file order: 80 % training, 10 % validation, 10 % test. Texts are cut to the
+    scale's `length`.
     """
     remedy = "Give a UTF-8 file with one text and its label per line, separated by a tab."
     rows, files = read_rows(path, (2,), remedy)
