@@ -375,8 +375,8 @@ def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads to
 class LearnedStart:
     """Initial maps W of queries and keys: random orthogonal rows with the lengths of Gaussian vectors.
 
-    Before training, ⟨φ(q), φ(k)⟩ is therefore close to the product of positive random features of ±ω
-    (Choromanski et al. 2021, Lemma 1).
+    With these maps, ⟨φ(q), φ(k)⟩ is close to the product of positive random features of ±ω (Choromanski et al. 2021,
+    Lemma 1).
     """
 
     def __init__(self, count: int) -> None:

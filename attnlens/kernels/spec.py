@@ -262,7 +262,7 @@ def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, flo
 
 
 class NearFit:
-    """Fit of a hybrid: the far part is fitted as a separate kernel, and the weight γ of near keys starts at 1."""
+    """Fit of a hybrid: the kernel of far keys is fitted separately, and the weight γ of near keys starts at 1."""
 
     def __init__(self, far: Fit | None) -> None:
         self.far = far
@@ -270,13 +270,13 @@ class NearFit:
         self.heads = 0
 
     def update(self, call: Call) -> None:
-        """Add a batch to the fit of the far part."""
+        """Add a batch to the fit of the kernel of far keys."""
         self.heads = call.query.shape[1]
         if self.far is not None:
             self.far.update(call)
 
     def solve(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
-        """Return the parameters of the far part and `near_log_weight`, (heads,)."""
+        """Return the fitted parameters of the kernel of far keys, and `near_log_weight`, (heads,)."""
         parameters = {} if self.far is None else self.far.solve()
         device = next((part.device for part in parameters.values()), None)
         return parameters | {NEAR_WEIGHT: torch.zeros(self.heads, device=device)}

@@ -34,7 +34,7 @@ SOURCE = (
     "(Eckart–Young); floor: distance to positive semidefinite matrices (Higham 1988)"
 )
 TRIALS = 3  # draws of rotation, points and initial weights; trial i draws from seed + i
-FULL = (8, 16, 32, 64, 128, 256), 1000  # numbers of points per domain (widths are compared at the largest), and Adam steps
+FULL = (8, 16, 32, 64, 128, 256), 1000  # numbers of points per domain, the last to compare widths; Adam steps
 QUICK = (8, 16, 32, 64), 300
 
 

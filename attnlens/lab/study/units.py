@@ -86,7 +86,7 @@ class TrainingUnit:
     saved: bool = False  # True if the model is saved at every evaluation
 
     def name(self, digest: str) -> str:
-        """Return the unit's name, with a hash of all facts that determine the run; `digest` identifies the data."""
+        """Return the unit's name, which contains a hash of all settings and of `digest`, the hash of the task."""
         scale = {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED}
         facts = {"versions": versions(), "data": digest, "unit": asdict(self) | {"scale": scale}}
         if torch.cuda.is_available():  # GPUs round differently
