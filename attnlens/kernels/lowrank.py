@@ -300,7 +300,7 @@ class MapsFit:
 def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
     """Return qA, kB and the scale; raise UsageError if heads share a latent or latents precede the rotation."""
     if "members" in more:
-        problem = "This `rank` kernel needs the keys of all heads or token positions, but got one head's q and k."
+        problem = "The q and k of one head do not suffice: heads of this kernel share a latent or need token positions."
         raise UsageError(problem, TOGETHER)
     low_query, low_key = wide(query) @ query_map.to(wide(query)), wide(key) @ key_map.to(wide(key))
     return low_query.to(query), low_key.to(key), scale
