@@ -537,7 +537,7 @@ def _nearest_dot(query: Query, key: Key, scale: float, *, how: int, **_more: obj
     """Return the arguments unchanged if `how` is ORACLE; raise UsageError for a fitted form, which mixes q and k."""
     if how == ORACLE:
         return query, key, scale
-    problem = "`nearest` needs the query and the key of both tokens for each score, but got one query and one key."
+    problem = "`nearest` needs the query and key of both tokens for each score, but got one query and one key."
     raise UsageError(problem, TOGETHER)
 
 

@@ -281,7 +281,7 @@ class BudgetSearch(SwapSetup):
         return tried
 
     def use_form(self, fits: Forms, form: Kernel) -> None:
-        """Adopt a form of latents, with its fit to all texts and, for each of several texts, its fit to the others."""
+        """Set the form of latents, its fit to all texts and, for several texts, its leave-one-text-out fits."""
         self.bases = fits[form.spelling][None]
         self.bases_without = {name: bases for name, bases in fits[form.spelling].items() if name is not None}
         self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}

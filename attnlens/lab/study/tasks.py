@@ -53,7 +53,7 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
 
 
 def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[Rows, dict[str, str]]:
-    """Read lines of tab-separated columns; `columns` lists the allowed numbers of columns, equal for all lines.
+    """Read lines with equal numbers of tab-separated columns; `columns` lists the allowed numbers.
 
     Return the rows, and a mapping from the file's name to the SHA-256 of the file.
     """
