@@ -222,7 +222,7 @@ def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
 def cached_numbers(kernel: Kernel) -> float | None:
     """Return the number of coordinates stored per key, averaged over heads; None if whole keys are stored.
 
-    The numbers of a shared latent are divided equally among its key heads.
+    The coordinates of a shared latent are divided equally among the key heads that share the latent.
     """
     key_map = kernel.fitted.get("key_map") if kernel.info.form == "score" else None
     if key_map is None:
@@ -253,7 +253,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """Return the model's own kernel restricted to the kernel's window, and the kernel without the window."""
+    """Return the model's own kernel restricted to the window of `kernel`, and `kernel` without its window."""
     window = kernel.filter
     if kernel.near is not None:  # hybrid or sink-hybrid
         window = KeyFilter(FILTERS[kernel.near.modifier.name.replace("hybrid", "window")], kernel.near.parameters)

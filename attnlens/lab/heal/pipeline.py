@@ -113,7 +113,7 @@ def count_sequences(amount: Amount, tokens: int) -> int:
 
 
 def add_healed_stage(run: KernelRun, calibrated: texts.Batches, options: HealRequest) -> None:
-    """Heal the last stage of a run, train the control if requested, and measure both models."""
+    """Heal the last stage of a run and, if requested, train the control; measure the trained models."""
     shapes = run.session.shapes
     with enough_memory(calibrated.batches[0].inputs, "to train on"):
         healing, healer = train_swap(run, options, calibrated)
@@ -436,7 +436,7 @@ class Descent:
         return distances
 
     def _is_due(self) -> bool:
-        """Return True if a check is due: in the middle of each of several equal parts of the work."""
+        """Return True if the middle of another equal part of the work was passed since the last check."""
         planned = self.planned if self.one_step else self.amount.number
         checks = max(FEW, min(CHECKS, int(planned // NEAR)), min(MOST_CHECKS, int(planned // APART)))
         now, last = (int(share * checks + 0.5 + ROUNDING) for share in (self.share, self.history[-1][0]))
