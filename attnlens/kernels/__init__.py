@@ -1,4 +1,4 @@
-"""Attention kernels, one function each, and attention under any of them.
+"""Attention kernels, and attention computed with any of these kernels.
 
 Contents: `registry` (the decorator `kernel`, KernelInfo; ties, filters, hybrids), `products`, `lowrank`, `primal` (the
 built-in kernels with their fits), `spec` (Kernel: a kernel with its parameters), `pair_weights` (weights of token pairs

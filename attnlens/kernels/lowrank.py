@@ -52,7 +52,7 @@ def token_positions(call: Call) -> tuple[Int[Tensor, "#batch queries"], Int[Tens
     positions, keys = call.places, call.key.shape[2]
     if positions is None or positions.shape[-1] != call.query.shape[2] or call.cross:
         reason = "this is cross-attention" if call.cross else "the model does not pass token positions to its attention"
-        problem = f"Keys cannot be rotated back: {reason}."
+        problem = f"`rank` with rotation=before cannot undo the rotation of keys: {reason}."
         raise UsageError(problem, "Leave out rotation=before.")
     # keys in a key-value cache directly precede the first query
     before = positions[..., :1] + torch.arange(min(0, positions.shape[-1] - keys), 0, device=positions.device)
@@ -88,7 +88,7 @@ class Grams:
             key = key - key.mean(-2, keepdim=True)
         whole = rows = weight.sum(-1, keepdim=True)
         if call.sinks is not None:
-            # a sink acts as a key at 0 with the weight missing to 1; queries that see two keys or more count equally
+            # a sink acts as a key at 0 with the remaining weight; queries that see two keys or more count equally
             whole, rows = torch.ones_like(rows), (rows > 0).to(rows)
         by_head = ((query * rows).mT @ query).sum(0)
         index = torch.tensor(self.key_of, device=by_head.device)
@@ -156,7 +156,7 @@ def shared_indices(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " head
 
 @dataclass(frozen=True)
 class Latents:
-    """Directions of the latents of a site, leading directions first; a query head uses the latent of its key head."""
+    """Maps of a site's queries and keys to latents (see Grams); the columns are sorted, leading directions first."""
 
     groups: tuple[tuple[int, ...], ...]  # key heads of each latent, as in Grams
     key_of: tuple[int, ...]  # key head of each query head, as in Grams
@@ -300,7 +300,7 @@ class MapsFit:
 def _low_rank_dot(query: Query, key: Key, scale: float, *, query_map: Map, key_map: Tensor, **more: object) -> Low:
     """Return qA, kB and the scale; raise UsageError if heads share a latent or latents precede the rotation."""
     if "members" in more:
-        problem = "Heads of this rank kernel share a latent or need positions, so q and k of one head do not suffice."
+        problem = "The q and k of one head do not suffice: heads of this kernel share a latent or need token positions."
         raise UsageError(problem, TOGETHER)
     low_query, low_key = wide(query) @ query_map.to(wide(query)), wide(key) @ key_map.to(wide(key))
     return low_query.to(query), low_key.to(key), scale
@@ -358,12 +358,10 @@ def share_keys(
             words=(("all", ALL),),
             shown_at_default=False,
         ),
-        choice(
-            "rotation", "whether latents compress keys after or before the rotation", ("after", "before"), default=AFTER
-        ),
+        choice("rotation", "compress keys after or before the rotation (RoPE)", ("after", "before"), default=AFTER),
         choice(
             "metric",
-            "weights of pairs in the fit: attention, or attention and the effect on predictions, a²(v − ō)ᵀG(v − ō)",
+            "weights of pairs in the fit: attention; or attention and the effect on predictions, a²(v − ō)ᵀG(v − ō)",
             ("attention", "output"),
             default=ATTENTION,
         ),
@@ -393,9 +391,9 @@ def nearest_symmetric(form: Square, queries: Square, keys: Square) -> tuple[Squa
     """Compute P, X and weights such that N = PXPᵀ is the symmetric N with the least tr (N−N₀)ᵀC_q(N−N₀)C_k.
 
     N₀ is `form`, C_q is `queries`, C_k is `keys`. Since PᵀC_qP = diag λ and PᵀC_kP = I − diag λ, the error is
-    Σ_ab w_ab (X−X₀)²_ab for w_ab = λ_a(1−λ_b) and X₀ = P⁻¹N₀P⁻ᵀ, and X_ab = (w_ab X₀_ab + w_ba X₀_ba)/(w_ab+w_ba). X is
-    0 outside the span of the tokens. If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}. The weights returned are
-    (w_ab+w_ba)/2: the error of any other symmetric X' is that of X plus Σ weights (X'−X)².
+    Σ_ab w_ab (X−X₀)²_ab, where w_ab = λ_a(1−λ_b) and X₀ = P⁻¹N₀P⁻ᵀ. X_ab = (w_ab X₀_ab + w_ba X₀_ba)/(w_ab+w_ba)
+    minimises this error. X is 0 outside the span of the tokens. If C_q = C_k = C, N = C^{−½} sym(C^½ N₀ C^½) C^{−½}.
+    The returned weights are (w_ab+w_ba)/2: the error of any other symmetric X' is that of X plus Σ weights (X'−X)².
     """
     root, inverse = matrix_roots(queries + keys)
     values, vectors = torch.linalg.eigh(inverse @ queries @ inverse)
@@ -478,7 +476,7 @@ class NearestFit:
         self.count = self.count + choosing.sum((0, 2))
         self.total = self.total + (u * choosing).sum((0, 2))
         self.second = self.second + ((u * choosing).mT @ u).sum(0)
-        apart = u - u.mean(-2, keepdim=True)  # changes only rounding, as in Grams
+        apart = u - u.mean(-2, keepdim=True)  # changes only rounding; see `Grams.update`
         mean = weight @ apart
         self.seen = self.seen + ((apart * weight.sum(-2)[..., None]).mT @ apart - mean.mT @ mean).sum(0)
 
@@ -506,7 +504,7 @@ def _refuse_unsupported(call: Call) -> None:
     refuse_unpaired("nearest", call.query.shape[-2], call.key.shape[-2], cross=call.cross)
     if call.softcap is not None or call.sinks is not None:
         what = "caps its scores (softcap)" if call.softcap is not None else "has attention sinks"
-        problem = f"`nearest` omits query-only terms, which matter in this model: an attention layer {what}."
+        problem = f"`nearest` omits terms that depend only on the query, but they matter: an attention layer {what}."
         raise UsageError(problem, "Choose another kernel for this model.")
 
 
@@ -519,7 +517,7 @@ def nearest_call(
     Raises UsageError if nothing is fitted, and in the cases of `NearestFit.update`.
     """
     if centre is None:
-        raise UsageError("Kernel `nearest` must be fitted before use.", "Let attnlens.swap_kernel fit the kernel.")
+        raise UsageError("Kernel `nearest` must be fitted before use.", "Fit the kernel with attnlens.swap_kernel.")
     _refuse_unsupported(call)
     if factor is None or signs is None or gate is None:
         query = wide(call.query)
@@ -539,7 +537,7 @@ def _nearest_dot(query: Query, key: Key, scale: float, *, how: int, **_more: obj
     """Return the arguments unchanged if `how` is ORACLE; raise UsageError for a fitted form, which mixes q and k."""
     if how == ORACLE:
         return query, key, scale
-    problem = "`nearest` computes each score from the query and key of both tokens, but got one query and one key."
+    problem = "`nearest` needs the query and key of both tokens for each score, but got one query and one key."
     raise UsageError(problem, TOGETHER)
 
 
@@ -556,8 +554,8 @@ def _nearest_dot(query: Query, key: Key, scale: float, *, how: int, **_more: obj
         ),
         choice(
             "how",
-            "fitted: a model with a form from calibration text; oracle: an analysis that splits the evaluated text's "
-            "own logits (bidirectional heads)",
+            "fitted: fit a form to calibration text; oracle: keep the part of the evaluated text's own logits, for "
+            "analysis only (bidirectional heads)",
             ("fitted", "oracle"),
             default=FITTED,
         ),

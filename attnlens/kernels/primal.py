@@ -61,9 +61,9 @@ class PrimalFit:
 
     C_q is the mean of Fφ(q)φ(q)ᵀFᵀ over the calibration tokens, and C_k is the mean of Fφ(k)φ(k)ᵀFᵀ. Up to a factor
     that W_c absorbs, the scores e and r are Σ times the leading left and right singular vectors of K = Φ_qΦ_kᵀ (Chen et
-    al. 2023, Thm. 3.2, Eq. 6). With Λ = (nΣ)⁻¹, n the mean length of the sequences, the mean of J over sequences is 0.
-    W_c and b map [e; r] to the head's output under the model's own kernel; the ridge strength is chosen on a held-out
-    part of the text.
+    al. 2023, Thm. 3.2, Eq. 6). With Λ = (nΣ)⁻¹, where n is the mean length of the sequences, the mean of the KSVD
+    objective J over sequences is 0. W_c and b map [e; r] to the head's output under the model's own kernel; the ridge
+    strength is chosen on a held-out part of the text.
     """
 
     def __init__(self, scores: int, samples: int) -> None:
@@ -163,8 +163,8 @@ def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Per
     source="Chen et al. 2023, Eq. 6; closed form of attnlens",
     **PAIR | {"symmetric": False, "features": "finite", "form": "output"},
     parameters=(
-        KernelParameter("scores", "number of scores s of each kind per token", int, low=1, high=65536),
-        KernelParameter("samples", "rows of F (evenly spaced tokens); 0: F = I", int, default=0, low=0, high=65536),
+        KernelParameter("scores", "number s of e-scores and of r-scores per token", int, low=1, high=65536),
+        KernelParameter("samples", "rows of F, from evenly spaced tokens; 0: F = I", int, default=0, low=0, high=65536),
     ),
     fused="scores, O(tokens)",
     fit=PrimalFit,
@@ -174,7 +174,7 @@ def squared_loss(moments: Moments, output_map: OutputMap, offset: Offset) -> Per
 def primal(
     query: Side, key: Side, *, query_map: Map, key_map: Map, output_map: OutputMap, offset: Offset, **_others: object
 ) -> Output:
-    """Primal-Attention: outputs from each token's KSVD scores, without values; causal heads score running means."""
+    """Primal-Attention: outputs from KSVD scores of tokens (in causal heads, of running means), without values."""
     size = query_map.shape[-1]
     e, r = query @ query_map.to(query), key @ key_map.to(key)
     to_output = output_map.to(query)

@@ -1,4 +1,4 @@
-"""Kernels of the score s⟨q, k⟩, of a distance, overlap or angle between q and k, and of finitely many features."""
+"""Kernels that are functions of the score s⟨q, k⟩, of a distance, overlap or angle, or of finitely many features."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LARGEST_NARROW_ORDER = 8  # higher orders use float64: alternating terms are up 
     fused="SDPA",
 )
 def exponential(score: Score) -> Score:
-    """The model's own kernel: the exponential of the scaled product."""
+    """The model's own kernel: the exponential of the scaled dot product."""
     return score
 
 
@@ -138,7 +138,7 @@ def taylor(score: Score, order: int) -> Score:
     phi=lambda x, scale, side: x * scale**0.5,
 )
 def linear(score: Score) -> Score:
-    """The product itself: rows sum to 1, but weights can be negative."""
+    """The dot product itself: rows sum to 1, but weights can be negative."""
     return log_magnitude(score)
 
 
@@ -368,15 +368,15 @@ def random_features(x: Tokens, scale: float, side: str, count: int, seed: int) -
 
 @kernel("uniform", formula="0", source="baseline of every comparison", **SUMMED, reads=False)
 def uniform(x: Tokens, scale: float, side: str) -> Float[Tensor, "batch heads tokens 1"]:
-    """All visible keys are weighted equally, φ = 1: attention is the mean of the values, for any queries and keys."""
+    """Equal weights for all visible keys (φ = 1): the output is the mean of their values."""
     return wide(x).new_ones(*x.shape[:-1], 1)
 
 
 class LearnedStart:
     """Initial maps W of queries and keys: random orthogonal rows with the lengths of Gaussian vectors.
 
-    Before training, ⟨φ(q), φ(k)⟩ is therefore close to the product of positive random features of ±ω
-    (Choromanski et al. 2021, Lemma 1).
+    With these maps, ⟨φ(q), φ(k)⟩ is close to the product of positive random features of ±ω (Choromanski et al. 2021,
+    Lemma 1).
     """
 
     def __init__(self, count: int) -> None:

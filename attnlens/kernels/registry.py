@@ -1,4 +1,4 @@
-"""Registry of kernels, with the interface of kernels and fits; and the ties, filters and hybrids of kernels."""
+"""Registry of kernels, ties, filters and hybrids, and the interfaces of kernels and their fits."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class KernelParameter:
     default: float | None = None  # value if none is typed; None: the parameter is required
     low: float | None = None  # smallest allowed value
     above: float | None = None  # exclusive lower bound
-    high: float | None = None  # largest allowed value; larger numbers are probably typos and would need too much memory
+    high: float | None = None  # largest allowed value, to catch typos that would need too much memory
     even: bool = False  # True if odd values make the kernel negative somewhere (refused unless allow_signed)
-    multiple_of: int = 1  # for whole numbers: number that divides all allowed values
+    multiple_of: int = 1  # allowed whole numbers are multiples of this number
     words: tuple[tuple[str, float], ...] = ()  # values typed as words; without `high`, no other values are allowed
     shown_at_default: bool = True  # True if the kernel's spelling includes the parameter at its default
 
 
 def choice(name: str, meaning: str, words: Sequence[str], default: int | None = None) -> KernelParameter:
-    """Build a parameter with values typed as words and stored as their indices; spellings omit the default."""
+    """Build a parameter whose values are typed as words and stored as indices into `words`."""
     values = tuple((word, index) for index, word in enumerate(words))
     return KernelParameter(name, meaning, int, default, words=values, shown_at_default=default is None)
 
@@ -61,23 +61,23 @@ class KernelInfo:
     symmetric: bool  # True if k(x, y) = k(y, x) for equal projections of queries and keys
     features: Literal["finite", "infinite", "none"]  # number of features in k = ⟨φ(q), φ(k)⟩; none: no known φ
     form: Literal["score", "pair", "features", "output"]
-    """Arguments of `function`. score: s⟨q, k⟩, or the score that `dot` gives; pair: queries and keys; features: queries
-    or keys; output: the features of queries and those of keys (attention is then not a sum over keys)."""
+    """Arguments of `function`. score: s⟨q, k⟩, or the score computed from `dot`; pair: queries and keys; features:
+    queries or keys; output: the features of queries and of keys (the output is then not a sum over keys)."""
     function: Callable[..., Tensor]
     """score: (score, **parameters) → log|k|; pair: (query, key, scale, **parameters) → log k; features: (x, scale,
     "query" or "key", **parameters) → φ; output: (φ(q), φ(k), **parameters) → output."""
     parameters: tuple[KernelParameter, ...] = ()
     sign: Callable[..., Tensor] | None = None  # score: (score, **parameters) → sign of k, if it can be negative
     dot: Callable[..., tuple[Tensor, Tensor, float]] | None = None
-    """(query, key, scale, **parameters) → (q', k', s'). score: s'⟨q', k'⟩ is the score that `function` takes; pair:
-    s'⟨q', k'⟩ equals log k up to terms that softmax cancels."""
+    """(query, key, scale, **parameters) → (q', k', s'). For the form score, s'⟨q', k'⟩ is the argument of `function`;
+    for pair, s'⟨q', k'⟩ equals log k up to terms that softmax cancels."""
     prepare: Callable[..., Call | None] | None = None
     """(call, **parameters, **fitted) → call whose exponential kernel equals this kernel, or None if `dot` suffices."""
     phi: Callable[..., Tensor] | None = None
     """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k (of any sign); None without a finite φ."""
     fused: str = "row tiles"  # fastest exact method of computation
     hard: bool = False  # True if all weight goes to the largest score
-    fit: Callable[..., Fit] | None = None  # (**parameters) → fit of the free parameters per head; None: there are none
+    fit: Callable[..., Fit] | None = None  # (**parameters) → fit of the free parameters per head; None without any
     fit_reads: bool = True  # True if the fit reads queries and keys; False if it reads only their shapes
     trainable: tuple[str, ...] = ()  # fitted parameters that healing can train further
     equal_lengths: str = ""  # equivalent kernel if all keys of a head have equal length; empty if there is none
@@ -143,7 +143,7 @@ def kernel(
 
 
 def _positive(core: Pairs) -> Pairs:
-    """Return the positive part Σ μ₊uuᵀ of sym JLJ, where `core` is JLJ; NaN if JLJ is not finite: LAPACK would fail."""
+    """Return the positive part of the symmetric part of `core`; NaN if not finite, because LAPACK would fail."""
     return positive_part((core + core.mT) / 2) if bool(core.isfinite().all()) else core * torch.nan
 
 
@@ -180,7 +180,7 @@ class KeyFilter:
     parameters: Mapping[str, int]
 
     def keeps(self, queries: Int[Tensor, "*batch q"], keys: Int[Tensor, "*batch k"]) -> Bool[Tensor, "*batch q k"]:
-        """Return True for keys that a query keeps; `queries` and `keys` are positions, and causality is ignored."""
+        """Return True for each pair of query and key positions that the filter keeps, regardless of causality."""
         assert self.modifier.keeps is not None  # noqa: S101  # a tie is not a filter
         return self.modifier.keeps(queries[..., None], keys[..., None, :], **self.parameters)
 
@@ -193,7 +193,7 @@ class KeyFilter:
 def _build_sequence_tie(
     name: str, formula: str, meaning: str, source: str, combine: Callable[[Pairs, Tensor], Pairs]
 ) -> Modifier:
-    """Build a tie that needs whole sequences: `combine` maps JLJ and c to the part of LJ = JLJ + 1cᵀ to keep.
+    """Build a tie that needs whole sequences: `combine` maps JLJ and c to the kept part of LJ = JLJ + 1cᵀ.
 
     L is log k of a sequence's n tokens, J is I − 11ᵀ/n, and c contains the column means of LJ.
     """
@@ -218,8 +218,8 @@ TIES = _by_name(  # ties of queries and keys, for self-attention only
         "(log k(q_i, k_j) + log k(q_j, k_i)) / 2",
         "the mean of log k and its transpose",
         "Tsai T.2",
-        caution="Averaging log k and its transpose also halves the gate on keys, so its cost is not that of "
-        "asymmetry alone. In bidirectional heads, skewless measures the cost of asymmetry.",
+        caution="Averaging log k and its transpose also halves the gate on keys, so the cost is not only that of "
+        "asymmetry. In bidirectional heads, skewless measures the cost of asymmetry alone.",
     ),
     Modifier("tied-query", "log k(q_i, q_j)", "W_K = W_Q: keys are replaced by queries", "Tsai T.2"),
     Modifier("tied-key", "log k(k_i, k_j)", "W_Q = W_K: queries are replaced by keys", "Tsai T.2"),
@@ -253,7 +253,7 @@ TIES = _by_name(  # ties of queries and keys, for self-attention only
     ),
 )
 
-WIDTH = KernelParameter("width", "tokens on each side, including the token itself", int, low=1, high=2**31)
+WIDTH = KernelParameter("width", "number of tokens on each side, including the token itself", int, low=1, high=2**31)
 FILTERS = _by_name(  # filters, which select by position the keys that a query keeps
     Modifier(
         "window",
@@ -269,7 +269,7 @@ FILTERS = _by_name(  # filters, which select by position the keys that a query k
         "j < sinks or |i − j| < w",
         "the first tokens and the w nearest",
         "Xiao et al. 2024",
-        (replace(WIDTH, name="sinks", meaning="first tokens, visible to all"), WIDTH),
+        (replace(WIDTH, name="sinks", meaning="number of first tokens, which all tokens see"), WIDTH),
         lambda i, j, sinks, width: (j < sinks) | ((i - j).abs() < width),
         from_start=True,
     ),
@@ -289,7 +289,7 @@ HYBRIDS = {  # keys that a filter keeps use the model's own kernel; all other ke
         name=name,
         formula="a_ij ∝ γ·exp(s⟨q_i, k_j⟩ − max over near j' of s⟨q_i, k_j'⟩) "
         f"where {window.formula}, φ(q_i)φ(k_j) elsewhere",
-        meaning=f"the model's own kernel among {window.meaning}, a kernel of positive features beyond them",
+        meaning=f"the model's own kernel for {window.meaning}; a kernel of positive features for other keys",
         source=source,
         caution="γ, one number per head, is 1 unless healed. If no key is beyond the window, the head is unchanged.",
     )

@@ -32,7 +32,7 @@ class Kernel:
     tie: str | None = None  # name of a tie in TIES, or None
     filter: KeyFilter | None = None  # filter of the keys a query keeps, in addition to the model's own mask
     fitted: Mapping[str, Shaped[Tensor, "heads ..."]] = field(default_factory=dict)  # parameters that a fit chose
-    near: KeyFilter | None = None  # for a hybrid: filter of the keys that keep the model's own kernel
+    near: KeyFilter | None = None  # for a hybrid: filter of the keys that use the model's own kernel
 
     @cached_property
     def spelling(self) -> str:
@@ -61,12 +61,12 @@ class Kernel:
 
     @property
     def oracle(self) -> bool:
-        """True if the tie decomposes log k of the evaluated text itself, which is an analysis and not a model."""
+        """True if the kernel is an analysis that decomposes log k of the evaluated text, rather than a model."""
         return self.info.oracle is not None and self.info.oracle(**self.parameters) is not None
 
     @property
     def tied_by(self) -> str:
-        """The tie as typed, or the kernel that implies it (`nearest:positive,oracle`); empty without a tie."""
+        """The tie as typed, or the kernel that implies a tie (`nearest:positive,oracle`); empty without a tie."""
         return re.sub(r"\w+=", "", self.spelling) if self.oracle else self.tie or ""
 
     @property
@@ -103,13 +103,13 @@ class Kernel:
 
     @property
     def has_gradient(self) -> bool:
-        """True if attention has a gradient in queries and keys: not for uniform, hard, mercer and negativeless."""
+        """True if attention is differentiable in queries and keys; False for uniform, hard, mercer, negativeless."""
         return self.info.reads and not self.info.hard and self.tie not in ("mercer", "negativeless")
 
     def prepare_call(self, call: Call) -> tuple[Call, Kernel]:
         """Return an equivalent call and the exponential kernel with this tie and filter.
 
-        If the kernel has no `prepare`, or `prepare` gives None, return `call` and this kernel.
+        If the kernel has no `prepare`, or `prepare` returns None, return `call` and this kernel.
         """
         if not self.oracle:
             prepared = None if self.info.prepare is None else self.info.prepare(call, **self.parameters, **self.fitted)
@@ -171,7 +171,7 @@ class Kernel:
         self, query: Query, key: Key, scale: float, *, softcap: Cap = None, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> Float[Tensor, "batch heads rows columns"]:
         """Compute the sign of k for a `signed` kernel; the arguments are those of `log`."""
-        assert self.info.sign is not None  # noqa: S101  # a kernel that can be negative has one
+        assert self.info.sign is not None  # noqa: S101  # every kernel that can be negative has a sign function
         query, key = self.apply_tie(query, key)
         scores = score(query[..., rows, :], key[..., columns, :], scale, softcap)
         return self.info.sign(scores, **self.parameters, **self.fitted)
@@ -188,7 +188,7 @@ class Kernel:
         info, numbers = self.info, {**self.parameters, **self.own_fitted}
         if info.form == "output":
             problem = f"{info.name} is not a function of a query and a key, so it has no attention matrix."
-            raise UsageError(problem, "Compare outputs, or choose another kernel.")
+            raise UsageError(problem, "Compare the outputs instead, or choose another kernel.")
         self._refuse_unfitted()
         if info.form == "pair":
             shape = *query.shape[:-1], key.shape[-2]
@@ -234,7 +234,7 @@ def score(query: Query, key: Key, scale: float, softcap: Cap) -> Matrix:
 
 
 def wide(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Convert half precision to float32, because it has too few digits for the logarithm of a kernel."""
+    """Convert half precision, which has too few digits for the logarithm of a kernel, to float32."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
@@ -262,7 +262,7 @@ def _spell(name: str, known: Sequence[KernelParameter], values: Mapping[str, flo
 
 
 class NearFit:
-    """Fit of a hybrid: the far part is fitted as a separate kernel, and the weight γ of near keys starts at 1."""
+    """Fit of a hybrid: the kernel of far keys is fitted separately, and the weight γ of near keys starts at 1."""
 
     def __init__(self, far: Fit | None) -> None:
         self.far = far
@@ -270,13 +270,13 @@ class NearFit:
         self.heads = 0
 
     def update(self, call: Call) -> None:
-        """Add a batch to the fit of the far part."""
+        """Add a batch to the fit of the kernel of far keys."""
         self.heads = call.query.shape[1]
         if self.far is not None:
             self.far.update(call)
 
     def solve(self) -> dict[str, Shaped[Tensor, "heads ..."]]:
-        """Return the parameters of the far part and `near_log_weight`, (heads,)."""
+        """Return the fitted parameters of the kernel of far keys, and `near_log_weight`, (heads,)."""
         parameters = {} if self.far is None else self.far.solve()
         device = next((part.device for part in parameters.values()), None)
         return parameters | {NEAR_WEIGHT: torch.zeros(self.heads, device=device)}

@@ -25,7 +25,7 @@ def parsed(words: str, *, allow_signed: bool = False) -> Kernel:
     """
     known = kernels()
     bases, ties, filters, nears = list[Kernel](), list[str](), list[KeyFilter](), list[KeyFilter]()
-    for part in re.split(r"(?<!\d[eE])\+", words):  # not at the plus of 1e+06
+    for part in re.split(r"(?<!\d[eE])\+", words):  # do not split at the plus of 1e+06
         name, _, numbers = part.strip().partition(":")
         checked_name("kernel", name, [*known, *TIES, *FILTERS, *HYBRIDS])
         if name in TIES:
@@ -133,7 +133,7 @@ def _find_conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator
     several = [p for p in info.parameters if not p.shown_at_default and kernel.parameters[p.name] != p.default]
     if tie is not None and info.prepare is not None and several and not kernel.oracle:
         name = several[0].name
-        problem = f"`{tie}` ties each query to the key of its token, but `{name}` combines several keys"
+        problem = f"`{tie}` cannot be combined with the parameter `{name}` of `{info.name}`"
         yield problem, f"Leave out `{tie}`, or `{name}`."
     if near is not None and (info.form != "features" or kernel.signed):
         what = "can be negative" if kernel.signed else "is not a kernel of positive features"
@@ -188,11 +188,11 @@ class HeadShape:
 
 
 def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
-    """Return how many numbers a head stores after reading `shape.tokens` tokens; None if it stores all keys and values.
+    """Return the count of numbers that a head stores for `shape.tokens` tokens; None if all keys and values are stored.
 
     With a filter, a head stores the keys and values that one query sees; running sums over m features store
-    m·(value_dim + 1); keys of r numbers store tokens·(r + value_dim). A hybrid stores running sums, and the keys and
-    values of its window. `primal`, which has no attention matrix, also gives None.
+    m·(value_dim + 1); keys compressed to r numbers take tokens·(r + value_dim). A hybrid stores running sums, and the
+    keys and values of its window. For `primal`, which has no attention matrix, the result is also None.
     """
     cached = cached_numbers(kernel)
     token = shape.token if cached is None else cached + shape.value_dim
@@ -220,9 +220,9 @@ def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
 
 
 def cached_numbers(kernel: Kernel) -> float | None:
-    """Return how many numbers are stored per key, averaged over heads; None if whole keys are stored.
+    """Return the number of coordinates stored per key, averaged over heads; None if whole keys are stored.
 
-    The numbers of a shared latent are divided equally among its key heads.
+    The coordinates of a shared latent are divided equally among the key heads that share the latent.
     """
     key_map = kernel.fitted.get("key_map") if kernel.info.form == "score" else None
     if key_map is None:
@@ -237,9 +237,9 @@ def cached_numbers(kernel: Kernel) -> float | None:
 def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
     """Return the model's own kernel restricted to ⌊state/(head_dim + value_dim)⌋ keys; None if all keys fit.
 
-    The keys are the first 4 tokens (at most half of the keys) and the nearest ones; if `state` is None, the first 4 and
-    the 64 nearest. In bidirectional heads, |i − j| < w keeps 2w − 1 keys, so the number of first tokens can be one
-    smaller.
+    The keys are those of the first 4 tokens (at most half of the keys) and of the nearest tokens; if `state` is None,
+    of the first 4 and the 64 nearest. In bidirectional heads, |i − j| < w keeps 2w − 1 keys, so the number of first
+    tokens can be one smaller.
     """
     keys = SINKS + WIDTH if state is None else int(state // shape.token)  # `state` holds at least one token
     if keys >= shape.tokens:
@@ -253,7 +253,7 @@ def sink_window(state: float | None, shape: HeadShape) -> Kernel | None:
 
 
 def branches(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """Split a hybrid or filtered kernel into the model's own kernel in the window, and the kernel without a window."""
+    """Return the model's own kernel restricted to the window of `kernel`, and `kernel` without its window."""
     window = kernel.filter
     if kernel.near is not None:  # hybrid or sink-hybrid
         window = KeyFilter(FILTERS[kernel.near.modifier.name.replace("hybrid", "window")], kernel.near.parameters)

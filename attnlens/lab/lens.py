@@ -54,7 +54,7 @@ class Lens:
 
     @property
     def report(self) -> Report:
-        """Report of the last `inspect` call without options; if there was none, of the first call (made if needed)."""
+        """Report of the last `inspect` call without options, else of the first call; calls `inspect` if needed."""
         return self.inspect() if self._report is None else self._report
 
     @property
@@ -79,7 +79,7 @@ class Lens:
         return find_ranks(self.loaded, budget=budget, **options)
 
     def capture(self, text: str | Mapping[str, Tensor]) -> list[QueryKey]:
-        """Capture the queries and keys of a text, or of a batch of the model's inputs, as `attnlens.capture` does.
+        """Return the queries and keys of every site for a text, or for a batch of the model's inputs.
 
         Raises UsageError for a text if the model has no tokenizer.
         """
@@ -94,5 +94,5 @@ class Lens:
         return f"<Lens {clean(info.id)}: {info.architecture}, {big(info.parameters)} parameters>"
 
     def _repr_html_(self) -> str | None:
-        """Return the findings of `report` as HTML; None before the first `inspect`, so that notebooks show the repr."""
+        """Return the findings of `report` as HTML; None (notebooks then show the repr) before the first `inspect`."""
         return None if self._report is None else self._report._repr_html_()

@@ -50,7 +50,7 @@ def build(
 ) -> PreTrainedModel:
     """Build a model with primal attention in all layers (PrimalFormer), the last layer (Primal.+) or listed layers.
 
-    From a config, the class named in its `architectures` is built, or AutoModel's if none is named. A model is modified
+    A config gives a new model of the class named in `architectures` (default: AutoModel's choice). A model is modified
     in place and keeps its weights. Each chosen attention module gets a submodule `primal` (PrimalHeads), which reads
     the queries and keys after their rotation, if any; the values have no effect.
 
@@ -59,10 +59,10 @@ def build(
     `safetensors.torch.load_model`.
 
     In training, minimise loss + eta * primal.regulariser(model). The model has no key-value cache. `scores` is s, the
-    number of e-scores per head; a warning is given if head_dim or `samples` limits the rank of the scores. In encoders,
-    the matrix F of PrimalHeads consists of `samples` rows of the module's input; with `samples=0`, F = I. Raises
-    ModelError for models that cannot be hooked, and if a chosen layer is cross-attention, adds a bias to its scores
-    (T5's positions) or is called more than once. Raises UsageError for invalid arguments.
+    number of e-scores per head; issues a UserWarning if head_dim or `samples` limits the rank of the scores. In
+    encoders, the matrix F of PrimalHeads consists of `samples` rows of the module's input; with `samples=0`, F = I.
+    Raises ModelError for models that cannot be hooked, and for a chosen layer that is cross-attention, adds a bias to
+    its scores (T5's positions) or is called more than once. Raises UsageError for invalid arguments.
     """
     from attnlens.models import hooks, loading, texts
     from attnlens.runs.feeding import evaluation_mode
@@ -130,7 +130,7 @@ def _check_layer(layer: SiteCall, samples: int) -> None:
     if problem:
         raise ModelError(f"{layer.site.path} {problem}.", "Choose another model, or omit such layers.")
     if hasattr(layer.module, "primal"):
-        raise UsageError(f"{layer.site.path} is already primal.", "Use a model without primal layers.")
+        raise UsageError(f"{layer.site.path} already has primal attention.", "Use a model without primal layers.")
     if samples and layer.site.part == "decoder":
         raise UsageError("Causal primal attention cannot sample rows: future tokens would leak.", "Use samples=0.")
     heads, _, size = layer.call.query.shape[1:]
@@ -146,7 +146,7 @@ def _keep_input(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, o
 
 
 def _compute_attention(call: Call) -> Tensor:
-    """Compute a module's output (batch, queries, heads, value_dim) by primal heads or, without any, by softmax."""
+    """Compute a module's output, (batch, queries, heads, value_dim), by its primal heads or, if none, by softmax."""
     from attnlens.models.hooks import OWN
 
     module = cast("nn.Module", call.module)

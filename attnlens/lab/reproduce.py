@@ -57,13 +57,13 @@ def reproduce(
 ) -> Report:
     """Rerun the papers' small experiments (`claims`), or retrain the models of one of their tables or of `all` tables.
 
-    `claims` compares experiments with reference values, if there are any; the verdict is an experiment's `passed`.
-    `quick` applies only to `claims`: it runs fewer trials with wider tolerances, and trains no transformer. Of the
-    other options, `claims` accepts only the seed.
+    `claims` compares experiments with reference values, if there are any; the field `passed` of an experiment is the
+    verdict. With `quick`, which applies only to `claims`, fewer trials are run with wider tolerances, and no
+    transformer is trained. Of the other options, `claims` accepts only the seed.
 
-    All cells of a task have the same sizes, steps and data. The learning rate of a cell is the one with the smallest
-    validation loss in shorter runs. The test set is read once, at the end of each run. Cells are compared over the same
-    seeds (moderated paired t, Holm), and their order is compared with the published one (Kendall's τ). A repeated call
+    All cells of a task have the same sizes, steps and data. The learning rate of a cell minimises the validation loss
+    of shorter runs. The test set is read once, at the end of each run. Cells are compared over the same seeds
+    (moderated paired t, Holm), and their order is compared with the published order (Kendall's τ). A repeated call
     resumes from the runs stored in the folder `work`.
 
     Language models are trained on the `text` files (default: the King James text), translators on `pairs` (default: a
@@ -223,7 +223,7 @@ def train_head(
 ) -> Experiment:
     """Run gradient descent from zero (K, Q: small random factors) and from the head's M; compare with the SVM W_mm.
 
-    W_mm minimises the Frobenius norm if W is trained, and the nuclear norm if K and Q are.
+    W_mm minimises the Frobenius norm if W is trained, and the nuclear norm if K and Q are trained.
     """
     problem = nearness.posed.problem
     goal = nearness.solution if s.parameterisation == "W" else attsvm.solve_nuclear(problem)
@@ -276,8 +276,8 @@ def measure_hardening(
     """Compute KL(hard selection ‖ softmax(c · logits)) = −log p_max over the queries, as a function of c.
 
     c multiplies the scores after the softcap, and the sink's logit. Copies of a token count as one outcome. The second
-    curve uses, instead of the head, the SVM that selects the same tokens, scaled to the norm of the head's M on the
-    span of the problem. The SVM has no softcap and no sink, because an SVM defines only differences of scores.
+    curve replaces the head's M by the SVM that selects the same tokens, scaled to the norm of M on the span of the
+    problem. Softcap and sink do not apply to the SVM, which defines only differences of scores.
     """
     odds = {"the head": _head_odds(nearness, scenes, softmax), "its SVM at the same norm": _svm_odds(nearness, scenes)}
     curves = {
@@ -305,7 +305,7 @@ def as_instances(problem: Problem) -> Instances:
 
 
 def build_starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
-    """Return two initial W or (K, Q) by name: zero (K, Q: small), and the head's M on the problem's span."""
+    """Return two initial W or (K, Q) by name: zero (K, Q: small random), and the head's M on the problem's span."""
     basis = row_span(nearness.posed.problem.differences)
     left, right = basis @ (basis.mT @ nearness.posed.form.left), nearness.posed.form.right
     if as_form:
@@ -366,5 +366,5 @@ ROWS: list[Row] = [  # Functions that `reproduce claims` runs, in this order; to
 def rerun_claims(seed: int, *, quick: bool, progress: Progress = silent) -> Report:
     """Run the papers' small experiments (if `quick`, all but the longest), and return the report of `run_rows`."""
     report = run_rows("reproduce", [partial(row, quick, seed, progress) for row in ROWS], seed, WIDTH, progress)
-    left_out = [Skipped(site="decay by training", reason="training takes longer than quick allows")] if quick else []
+    left_out = [Skipped(site="decay by training", reason="training takes too long for a quick run")] if quick else []
     return report.model_copy(update={"coverage": report.coverage.model_copy(update={"skipped": left_out})})

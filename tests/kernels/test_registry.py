@@ -556,7 +556,7 @@ REFUSED = [
     ("is not a kernel of positive features", "learned-features.", "rbf+hybrid:4", "primal:4+hybrid:4"),
     ("`window` cannot be combined", "Leave out `window`", "elu+hybrid:4+window:9"),
     ("`tied-key` cannot be combined", "Leave out `tied-key`", "elu+tied-key+hybrid:4"),
-    ("ties each query to the key of its token", "Leave out `symmetric`, or `group`", "rank:3,group=2+symmetric"),
+    ("cannot be combined with the parameter `group`", "Leave out `symmetric`, or `group`", "rank:3,group=2+symmetric"),
     ("`window` hides some", "Leave out `window`", "skewless+window:4"),
     ("`elu` is a sum over features", "Write `keyless` alone", "elu+keyless"),
     ("`linear` can be negative", "Write `mercer` alone", "linear+mercer"),

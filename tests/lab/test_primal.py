@@ -186,7 +186,7 @@ REFUSED = {
     "no primal attention": lambda: primal.regulariser(torch.nn.Linear(2, 2)),
     "lacks layer 7": lambda: primal.build(families.build("bert"), [0, 7]),
     "Cannot parse the layers": lambda: primal.build(families.build("bert"), "first"),
-    "already primal": lambda: primal.build(primal.build(families.build("bert"), [0])),
+    "already has primal attention": lambda: primal.build(primal.build(families.build("bert"), [0])),
     "neither causal": lambda: primal.build(families.build("mistral"))(input_ids=torch.full((1, 12), 5)),
 }
 

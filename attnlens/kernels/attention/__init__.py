@@ -1,4 +1,4 @@
-"""Attention softmax(log k(q, k) + bias) v over the allowed keys, exact, in O(tokens · tile) memory.
+"""Exact attention, softmax(log k(q, k) + bias) v over the allowed keys, in O(tokens · tile) memory.
 
 Ties that need whole sequences take O(tokens²) memory.
 
@@ -6,7 +6,7 @@ Contents: `routes` (attend: choose the fastest exact route), `rows` (row tiles, 
 `sums` (SDPA, running sums, hybrids, Primal-Attention), `scores` (FlexAttention), `primal_heads` (Primal-Attention as a
 torch module).
 Inputs: a `records.Call` and a `Kernel`. Outputs: (batch, queries, heads, value_dim), or the attention weights.
-Importers: `models`, `runs` and `lab`. Importing this package loads torch; other modules of `kernels` do not load it.
+Importers: `models`, `runs` and `lab`. Importing this package loads torch, unlike the other modules of `kernels`.
 """
 
 from attnlens.choices import Route

@@ -73,7 +73,7 @@ class PrimalHeads(nn.Module):
     def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
         """Compute the objective J of the last forward pass for each sequence and head.
 
-        Raises UsageError if no forward pass is stored (`regulariser` deletes it after training passes), or if the pass
+        Raises UsageError if no forward pass is stored, as after a call of `regulariser` in training, or if the pass
         recorded no gradients although gradients are enabled now.
         """
         if self.last is None:
@@ -136,11 +136,11 @@ class PrimalAttention(nn.Module):
 
 
 def regulariser(model: nn.Module, convention: Convention = "paper") -> Float[Tensor, ""]:
-    """Compute the term ≥ 0 that η multiplies in the loss L + η·ΣJ², from the last forward pass of all primal layers.
+    """Compute the regulariser ΣJ² of the loss L + η·ΣJ² from the last forward pass of all primal layers.
 
-    With the convention "paper" the term is Σ_layers Σ_heads J², where J is a sum over the tokens of a sequence; with
-    "code" it is mean_layers (mean_heads J)², where J is a mean over tokens and uses Λ². Both are averaged over
-    sequences. After a training pass the term has a gradient, and the layers delete the pass with its autograd graph.
+    With the convention "paper", the regulariser is Σ_layers Σ_heads J², where J is a sum over the tokens of a sequence;
+    with "code", it is mean_layers (mean_heads J)², where J is a mean over tokens and uses Λ². Both are averaged over
+    sequences. After a training pass, the result has a gradient, and the layers delete the pass with its autograd graph.
     After an eval pass, call this function under torch.no_grad. Raises UsageError for a model without primal attention
     and in the cases of `PrimalHeads.objectives`.
     """

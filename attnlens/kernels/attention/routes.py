@@ -1,4 +1,4 @@
-"""Choose the fastest exact route for a call, and explain why a faster one does not apply."""
+"""Choose the fastest exact way to compute an attention call, and explain why faster ways do not apply."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ takes 5 to 15 s, and bands are many small operations (H100, torch 2.11)."""
 
 
 def _find_obstacle(name: str, call: Call, kernel: Kernel) -> str | None:
-    """Return why the fused route `name` cannot compute the call: None if it can, "" if the kernel never uses it."""
+    """Return the reason why a fused route cannot compute the call; None if it can, "" if it never fits the kernel."""
     info, near, hidden = kernel.info, kernel.near, kernel.filter
     sums, flex = name.endswith("running sums"), name == "flex attention"
     applies = {
@@ -105,7 +105,7 @@ def _find_obstacle(name: str, call: Call, kernel: Kernel) -> str | None:
         "hybrids with a key-value cache are computed in row tiles": cached,
         "in left-padded sequences the first tokens are not at position 0": padded_left,
         f"{info.name} is fused only by FlexAttention, which requires a GPU": flex and not call.query.is_cuda,
-        "its parameters are fitted per head": flex and bool(kernel.fitted),
+        f"the parameters of {info.name} are fitted per head": flex and bool(kernel.fitted),
         "the model caps its scores (softcap)": not flex and info.form == "score" and call.softcap is not None,
         f"running sums cannot apply the filter {filter_name}": sums and hidden is not None,
         f"SDPA cannot apply the filter {filter_name} by itself": name == "sdpa" and hidden is not None,

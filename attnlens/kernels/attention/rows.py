@@ -1,4 +1,4 @@
-"""Attention weights for a tile of query rows, or for whole matrices under a tie; masks and positions."""
+"""Attention in tiles of query rows or, for ties that need whole sequences, in whole matrices; masks and positions."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def visible_under(mask: Tensor) -> Tensor:
-    """Return which entries of an additive mask leave their pair visible, whatever number marks masked pairs.
+    """Return True for each entry of an additive mask that leaves its pair visible, whatever number marks masked pairs.
 
     An entry is masked if it is at most LOST (in float16: −32,752). For each head, the other entries are sorted by their
-    distance below the largest entry of their row; entries beyond the first gap of more than GAP are masked, too. So
-    −100 on top of a position bias is a mask (Swin); a bias that falls in small steps is not.
+    distance below the largest entry of their row; entries beyond the first gap of more than GAP are masked, too. Thus,
+    −100 on top of a position bias is a mask (Swin), but a bias that falls in small steps is not.
     """
     masked = mask <= max(torch.finfo(mask.dtype).min / 2, LOST)
     largest = mask.masked_fill(masked, -math.inf).amax(-1, keepdim=True)
@@ -161,7 +161,7 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
     """Raise UsageError for a tie that needs whole sequences if a mask hides pairs, or if the model has sinks."""
     name = kernel.tied_by
     if call.sinks is not None:
-        problem = f"`{name}` omits query-only terms, which matter in this model because it has attention sinks."
+        problem = f"`{name}` omits terms that depend only on the query, but they matter for attention sinks."
         raise UsageError(problem, "Choose another kernel for this model.")
     real = _find_real_tokens(call)[:, None]
     hidden = call.causal if call.allowed is None else (real[..., None] & real[..., None, :] & ~call.allowed).any()
@@ -172,7 +172,7 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
 
 
 def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " n"], Float[Tensor, "heads n n"]]]:
-    """Yield, for one sequence at a time, its index, the positions of its real tokens, and its attention in float64."""
+    """Yield each sequence's index, the positions of the real tokens, and the attention in float64."""
     key, untied, part = call.paired_key, replace(kernel, tie=None), kernel.part
     assert part is not None  # noqa: S101  # guaranteed by route
     for index, tokens in enumerate(_find_real_tokens(call)):
@@ -185,7 +185,7 @@ def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " 
 
 
 def _find_real_tokens(call: Call) -> Bool[Tensor, "batch tokens"]:
-    """Return which tokens are not padding; a token is padding if no query sees its key."""
+    """Return True for each token that is not padding; a token is padding if no query sees its key."""
     batch, _, tokens, _ = call.query.shape
     if call.allowed is None:
         return torch.ones(batch, tokens, dtype=torch.bool, device=call.query.device)
@@ -201,9 +201,9 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
 
     The weight of a sink is not returned, so rows then sum to less than 1. A signed kernel gives k · exp(bias) / Σ,
     which is not finite if the sum is zero. The hard kernel gives weight 1 to the first of the largest scores. Rows that
-    see no key are uniform, as in transformers' eager attention, or zero if the model has sinks or the kernel has a tie
-    that needs whole sequences. Raises UsageError for a tie if queries and keys differ in number, and for a filter or
-    hybrid if the queries' positions among the keys are unknown.
+    see no key are uniform, or zero if the model has sinks or the kernel has a tie that needs whole sequences. Raises
+    UsageError for a tie if queries and keys differ in number, and for a filter or hybrid if the queries' positions
+    among the keys are unknown.
     """
     call, kernel = kernel.prepare_call(call)
     if kernel.part is not None:
@@ -259,7 +259,7 @@ def _tiles(call: Call, reach: int | None) -> list[slice]:
 
 
 def _columns(call: Call, where: Positions | None, reach: int | None, rows: slice) -> slice:
-    """Return a range that contains all keys that queries of the tile can see.
+    """Return a range of keys that contains every key visible to the queries `rows`.
 
     Without `reach`, the range contains all keys if one of these queries sees no key.
     """

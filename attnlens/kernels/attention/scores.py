@@ -32,10 +32,10 @@ ByIndex = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]  # (batch
 
 
 def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Compute softmax(log k(s⟨q, k⟩) + bias, over the allowed keys) v, transforming each score as it is computed.
+    """Compute softmax(log k(s⟨q, k⟩) + bias, over the allowed keys) v by FlexAttention.
 
     FlexAttention is compiled once per spelling of the kernel; `compiled=False` runs the same arithmetic without
-    compiling, for tests. Blocks of keys that no query of a block sees are skipped. Rows that see no key are zero.
+    compiling, for tests. Rows that see no key are zero.
     """
     query, key = kernel.apply_tie(call.query, call.paired_key)
     key = key.clone() if key is query else key  # torch cannot compile a kernel that gets the same tensor twice

@@ -89,9 +89,9 @@ class Reach(NamedTuple):
 def by_sums(call: Call, kernel: Kernel) -> Sums:
     """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i) Σ_j φ(k_j) over the allowed keys (Katharopoulos et al. 2020, Eq. 5–10).
 
-    The sums are in float32 or better. As in Kernel.log, `smallest_kernel` is added to φ(q_i)φ(k_j), so that queries
-    whose features underflow attend uniformly; for a signed kernel, queries whose sums are all zero attend uniformly.
-    The output is zero for a query that sees no key, and not finite if a signed denominator is zero.
+    The sums are in float32 or better. `smallest_kernel` is added to φ(q_i)φ(k_j), so that queries whose features
+    underflow attend uniformly; for a signed kernel, queries whose sums are all zero attend uniformly. The output is
+    zero for a query that sees no key, and not finite if a signed denominator is zero.
     """
     keys_reached = find_reach(call)
     assert keys_reached is not None  # noqa: S101  # guaranteed by route
@@ -125,7 +125,7 @@ def _chunk_size(x: Tensor) -> int:
 
 
 def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
-    """Compute φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ for all i: keys of the same chunk pair by pair, others by a running sum."""
+    """Compute φ(q_i) Σ_{j ≤ i} φ(k_j) v_jᵀ for all i, with a running sum over chunks of tokens."""
     total, chunks, size = None, [], _chunk_size(query)
     for start in range(0, query.shape[-2], size):
         rows = slice(start, start + size)
@@ -137,7 +137,7 @@ def _causal(query: Query, key: Key, value: Value, side: Side) -> Sums:
 
 
 def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
-    """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ for all i; for a single chunk of queries, multiply φ(q_i)φ(k_j)ᵀ first."""
+    """Compute φ(q_i) Σ_j φ(k_j) v_jᵀ for all i."""
     size = _chunk_size(query)
     queries, keys = ([slice(start, start + size) for start in range(0, x.shape[-2], size)] for x in (query, key))
     if len(queries) == 1:
@@ -150,8 +150,8 @@ def _bidirectional(query: Query, key: Key, value: Value, side: Side) -> Sums:
 def find_reach(call: Call) -> Reach | None:
     """Return the keys that each query sums over.
 
-    None if the mask hides anything but padding and later keys, or if attention is causal but queries and keys differ in
-    number.
+    Return None if the mask hides anything but padding and later keys, or if attention is causal but queries and keys
+    differ in number.
     """
     seen = call.allowed
     queries, keys = call.query.shape[2], call.key.shape[2]
@@ -174,8 +174,8 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
 
     γ is the weight of near keys. The result is exact and takes O(T·(w + chunk + features)) memory: each chunk of
     queries is multiplied with the first tokens (sinks) and with the chunks of keys in its window; other keys enter by
-    Σ_j φ(k_j) v_jᵀ. The sums are in float32 or better, and `smallest_kernel` is added to every φ(q_i)φ(k_j) as in
-    Kernel.log. The output is zero for a query that sees no key.
+    Σ_j φ(k_j) v_jᵀ. The sums are in float32 or better, and `smallest_kernel` is added to every φ(q_i)φ(k_j). The output
+    is zero for a query that sees no key.
     """
     keys_reached, near_keys = find_reach(call), kernel.near
     assert keys_reached is not None  # noqa: S101  # guaranteed by route
@@ -235,10 +235,9 @@ def _far_features(call: Call, kernel: Kernel, real: Tensor | None, sinks: int) -
 def features(call: Call, samples: int = 0) -> tuple[Features, Features, Real]:
     """Compute Fφ(q) and Fφ(k) in float32 or better, and the mask of tokens that are not padding (None: all).
 
-    φ normalises queries and keys or, under a causal mask, their means over tokens 0 … i, as the published code does. F
-    is the identity or, if `samples` > 0, that many evenly spaced rows of φ(k) (in the paper, of the input). Raises
-    UsageError for cross-attention, for a key-value cache, for masks other than causality and padding, and for samples
-    under a causal mask.
+    φ normalises queries and keys or, under a causal mask, their means over tokens 0 … i. F is the identity or, if
+    `samples` > 0, that many evenly spaced rows of φ(k) (in the paper, of the input). Raises UsageError for
+    cross-attention, a key-value cache, masks other than causality and padding, and samples under a causal mask.
     """
     causal, real = whole_reach(call)
     return *cosine_features(call.query, call.paired_key, real, causal=causal, samples=samples), real
@@ -254,7 +253,7 @@ def cosine_features(
     """
     query, key = (ksvd.unit(running_means(wide(x), real) if causal else wide(x)) for x in (query, key))
     if samples and causal:
-        problem = "`samples` takes rows of the whole text, but the mask is causal: future tokens would leak."
+        problem = "`samples` takes rows of the whole text, so future tokens would leak through the causal mask."
         raise UsageError(problem, "Leave out `samples`, or choose bidirectional sites.")
     if samples:
         chosen = ksvd.evenly_spaced(key if rows is None else wide(rows), samples, real)

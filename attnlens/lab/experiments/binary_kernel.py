@@ -30,11 +30,11 @@ GRID = 16  # The held-out points of each domain form a grid of GRID × GRID poin
 LR = 1e-2
 SOURCE = (
     "Wright & Gonzalez 2021, Theorems 1 and 2: two networks can approximate any continuous function on two compact "
-    "domains. No rate is given, so inequalities are judged. Best: smallest possible error with m features "
+    "domains. No rate is published, so only inequalities are judged. Best: smallest possible error with m features "
     "(Eckart–Young); floor: distance to positive semidefinite matrices (Higham 1988)"
 )
 TRIALS = 3  # draws of rotation, points and initial weights; trial i draws from seed + i
-FULL = (8, 16, 32, 64, 128, 256), 1000  # numbers of points per domain (widths are compared at the last), Adam steps
+FULL = (8, 16, 32, 64, 128, 256), 1000  # numbers of points per domain, the last to compare widths; Adam steps
 QUICK = (8, 16, 32, 64), 300
 
 
@@ -63,7 +63,7 @@ class Fits:
 def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silent) -> list[Experiment]:
     """Measure the held-out error of two networks, κ(x, y) ≈ ⟨φ_X(x), φ_Y(y)⟩, by width m and by number of points.
 
-    The control, by width only, uses one network for both domains.
+    As a control, one network is trained for both domains at each width.
     """
     samples, steps = QUICK if quick else FULL
     total = 1 + len(samples)
@@ -178,7 +178,7 @@ def definite_floor(matrix: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
 
 
 def _rotation(generator: torch.Generator) -> Float[Tensor, "2 2"]:
-    """Draw a rotation matrix; the angle is uniform in TURN."""
+    """Draw a rotation matrix with an angle that is uniformly distributed in TURN."""
     low, high = (math.radians(degrees) for degrees in TURN)
     angle = low + (high - low) * uniform(1, generator=generator)
     cos, sin = angle.cos(), angle.sin()

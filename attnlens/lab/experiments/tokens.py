@@ -40,7 +40,7 @@ class ExperimentSettings:
     lr: float = 0.1  # length of a step
     loss: Loss = "logistic"  # loss as a function of Y·f
     head: Literal["linear", "relu"] = "linear"  # h(a): vᵀa, or 1ᵀrelu(Va)
-    parameterisation: Literal["both", "W", "KQ"] = "both"  # what is trained: W; K and Q (KQ); or both in turn
+    parameterisation: Literal["both", "W", "KQ"] = "both"  # train W, train K and Q (KQ), or both in separate runs
     iterations: int = 1000  # steps of gradient descent
     attention: Literal["cross", "self"] = "cross"  # query z: drawn (cross), or the input's first token (self)
     start: Literal["random", "zero"] = "random"  # initial W; K and Q always start at random
@@ -49,7 +49,7 @@ class ExperimentSettings:
 
 @dataclass(frozen=True)
 class Study:
-    """An experiment: its function and its sizes."""
+    """An experiment, with its function, its settings and the source of its published values."""
 
     name: str  # name on the command line
     function: Callable[[ExperimentSettings, Progress], Experiment]
@@ -59,7 +59,7 @@ class Study:
 
     @one_thread()
     def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress = silent) -> Experiment:
-        """Run the experiment with the overrides (options of SyntheticRequest) that apply to it, and judge the result.
+        """Run and judge the experiment with the options of SyntheticRequest in `overrides`, ignoring unused options.
 
         The published values apply with any seed and at least as many trials as in the quick run, but not if another
         setting is changed.
@@ -123,7 +123,7 @@ def columns(rows: Mapping[str, Figure], missing: str = "", labels: Mapping[str, 
 
 
 def average_trials(values: Float[Tensor, " trials"], label: str | None = None, known: Figure = UNPUBLISHED) -> Figure:
-    """Build a row with mean and standard error over the trials that have a value; `known` gives the other fields."""
+    """Build a row with the mean and standard error over trials with a value; other fields are those of `known`."""
     present = values[~values.isnan()]
     mean = float(present.mean()) if len(present) else None
     error = float(present.std() / len(present) ** 0.5) if len(present) > 1 else None
@@ -144,7 +144,7 @@ def share_figure(share: float, trials: int, label: str, published: float | None,
 
 
 def curve(steps: Sequence[float], values: Float[Tensor, "steps trials"], quantity: str, **fields: str | bool) -> Curve:
-    """Compute median and quartiles at each step over trials that have a value; `fields` are other fields of Curve."""
+    """Build a curve of the median and quartiles over trials with a value; `fields` are other fields of Curve."""
     quartiles = values.nanquantile(torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype), dim=1)  # NaN: no trial
     low, median, high = ([None if math.isnan(each) else each for each in row] for row in quartiles.tolist())
     known = {"steps": list(steps), "median": median, "low": low, "high": high, "quantity": quantity}
@@ -191,7 +191,7 @@ def draw(n: int, T: int, d: int, trials: int, seed: int, attention: str = "cross
 def draw_starts(
     draws: Draws, m: int, start: str
 ) -> tuple[Float[Tensor, "trials d d"], tuple[Float[Tensor, "trials d m"], Float[Tensor, "trials d m"]]]:
-    """Draw the initial (W, (K, Q)): uniform in [−1/√d, 1/√d], as in torch's layers; W is 0 if `start` is `zero`."""
+    """Draw the initial (W, (K, Q)) with entries uniform in [−1/√d, 1/√d]; W is 0 if `start` is `zero`."""
     d = draws.instances.tokens.shape[-1]
 
     def uniform(columns: int) -> Tensor:
@@ -298,8 +298,8 @@ def feasibility(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Compute for each d the share of draws in which the SVM that selects each input's first token exists.
 
     The figures `sure_…` are the shares at d = max(T−1, n), where theory predicts 1 for almost all data; at d = 1 they
-    are not judged, since tokens of unit length are ±1 and often equal. If n or T differs from the default, only the
-    given n and T are run.
+    are not judged, since tokens of unit length are ±1 and often equal. If n or T differs from the default, only this
+    size is run.
     """
     sizes = list(FEASIBLE_SHARES) if (s.n, s.T) == (5, 5) else [(s.n, s.T)]
     rows, sure, curves = dict[str, Figure](), dict[str, Figure](), dict[str, Curve]()
@@ -356,7 +356,7 @@ def global_selection(s: ExperimentSettings, progress: Progress) -> Experiment:
 
 
 TIGHT = 1e-8  # relative duality gap of the nuclear solver: singular values that should be 0 are then below 1e-5·σ₁
-LONGER = 5  # factor by which W is trained longer than published
+LONGER = 5  # ratio of the iterations of the longer training of W to the published number
 CORRELATIONS = {
     "W_to_frobenius": REIMPLEMENTED(published=0.991, tolerance=0.01),
     "W_to_nuclear": REIMPLEMENTED(published=0.858, tolerance=0.03),

@@ -1,4 +1,4 @@
-"""Experiments on the demo model and models of its size: decay by depth and by training, identities of kernel SVD."""
+"""Experiments on `demo` and models of equal size: singular-value decay by depth and training, kernel-SVD identities."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def measure_loss(model: PreTrainedModel, windows: Int[Tensor, "windows tokens"])
 
 TOKENS = 64  # tokens per window; demo's 256 are reduced so that training takes a minute rather than an hour
 MODEL = f"models of {DEMO}'s size, trained here"  # name of the trained models in the record
-SEEDS = 3  # each gives a pair of models
+SEEDS = 3  # number of seeds, each for one pair of models
 EVERY = 8  # every eighth window of the built-in text is held out for evaluation
 MATRICES = {"attention": "attention", "cosine": "cosine", "running_cosine": "running cosine"}  # name → display name
 
 
 @one_thread()
 def primal_decay(seed: int = 0, progress: Progress = silent) -> Experiment:
-    """Train pairs of models of demo's size on seven eighths of the built-in text; evaluate them on the other eighth."""
+    """Train pairs of models of demo's size on seven eighths of the built-in text, and evaluate on the other eighth."""
     loaded = demo()
     config = cast("GPT2Config", copy.deepcopy(loaded.model.config))
     config.update({"n_positions": TOKENS})
@@ -117,7 +117,7 @@ def compare_training(
     seeds: Sequence[int],
     progress: Progress = silent,
 ) -> Experiment:
-    """Compare loss and last-layer σ₁/Σσ of a model and its Primal.+ version, trained equally, over seeds."""
+    """Train a model and its Primal.+ version for each seed; compare their losses and their last layers' σ₁/Σσ."""
     total, numbers = len(seeds) * len(WAYS) * training.steps, count(1)
     measured: dict[tuple[str, str], list[Tensor]] = {(name, way): [] for name in ("loss", *MATRICES) for way in WAYS}
     for seed in seeds:
@@ -140,7 +140,8 @@ def compare_training(
     sizes = {"tokens": windows.shape[-1], "windows": len(windows), "evaluated_on": len(held_out)}
     return Experiment(
         name="decay by training",
-        question="After equal training, does a primal last layer decay faster than a canonical one? (± over seeds)",
+        question="After equal training, do singular values decay faster in a primal last layer than in a canonical "
+        "last layer? (± over seeds)",
         settings=settings | sizes | asdict(training),
         source="Chen et al. 2023, Figure 1: σ₁/Σσ of the last layer is 0.77 in DeiT-S and 0.93 in Primal.+ on images; "
         "models and data differ here, so nothing is judged. claim holds: share of seeds in which σ₁/Σσ is larger in "
@@ -157,7 +158,7 @@ def compare_training(
 
 
 def measure_decay(model: PreTrainedModel, held_out: Int[Tensor, "windows tokens"]) -> dict[str, Tensor]:
-    """Compute the `loss` in nats and, averaged over windows, the curves (heads, steps) of the last layer's MATRICES."""
+    """Compute the `loss` in nats and, averaged over windows, the last layer's curves of MATRICES, (heads, steps)."""
     attention = None
     with torch.no_grad():
         loss = measure_loss(model, held_out).double()
@@ -230,7 +231,7 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
         holding[f"{name}_holds"] = Figure(float(rises), label=f"{name}, claim holds")
     return Experiment(
         name="decay by depth",
-        question="Do deeper layers decay faster: is σ₁/Σσ larger there? (± over windows)",
+        question="Do singular values decay faster in deeper layers, so that σ₁/Σσ is larger? (± over windows)",
         model=DEMO,
         settings={"text": TEXT, "windows": windows, "tokens": DEPTH_TOKENS, "layers": loaded.model.config.n_layer},
         source="Chen et al. 2023, Figure 1: σ₁/Σσ of DeiT-S on images is 0.16, 0.39 and 0.62 in its first, middle and "
@@ -245,7 +246,7 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
 def by_third(
     model: PreTrainedModel, ids: Int[Tensor, "windows tokens"]
 ) -> dict[str, list[Float[Tensor, "windows heads steps"]]]:
-    """Compute curves of each head's attention P (`attention`) and of cos(q_i, k_j) (`cosine`) by thirds of layers."""
+    """Compute each head's curves of the matrices P (`attention`) and cos(q_i, k_j) (`cosine`), by thirds of layers."""
     layers = record_calls(model, ids)
     spectra = {
         "attention": [attention_curve(query_key) for _, query_key in layers],
@@ -257,7 +258,7 @@ def by_third(
     }
 
 
-LAYER, HEAD, HEAD_TOKENS = 1, 3, 128  # head that supplies queries and keys, and tokens of the built-in text it reads
+LAYER, HEAD, HEAD_TOKENS = 1, 3, 128  # head that supplies queries and keys, and number of tokens
 SCORES, ROWS, RANDOM = 4, 10, 64  # s, number of sampled rows X', and number of random features per token
 KERNELS = f"cosine and random features of head {LAYER}.{HEAD} of demo, Gaussian features"
 NOISE = 0.1  # standard deviation of the noise added to H_e in the control
@@ -275,7 +276,7 @@ class Case(NamedTuple):
 
 
 def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
-    """Compute each identity's largest error over all kernels, and the control's least |J|, which must not be 0."""
+    """Compute the largest error of each identity over all kernels, and the smallest |J| of the perturbed control."""
     all_cases, all_errors = list(build_cases(seed)), list[dict[str, float]]()
     for done, case in enumerate(all_cases, 1):
         all_errors.append(measure_errors(case, seed))
@@ -295,7 +296,7 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
 
 
 def build_cases(seed: int) -> Iterator[Case]:
-    """Yield a head's cosine and random features, and Gaussian features (n ≠ m), each with F = I and F = rows of Φ_k."""
+    """Yield cosine, random and Gaussian features (n ≠ m for Gaussian), each with F = I and with F = rows of Φ_k."""
     loaded = demo()
     _, query_key = record_calls(loaded.model, sample(loaded, HEAD_TOKENS, 1))[LAYER]
     sides = query_key.query[0, HEAD], query_key.paired_key[0, HEAD]
@@ -310,7 +311,7 @@ def build_cases(seed: int) -> Iterator[Case]:
 
 
 def measure_errors(case: Case, seed: int) -> dict[str, float]:
-    """Compute each identity's error on the s leading components; J, Λe − h and the control are not relative errors."""
+    """Compute each identity's error on the s leading components, relative except for J, Λe − h and the control."""
     solution = ksvd.dual(case.queries, case.keys, SCORES, case.projection)
     queries, keys = case[:2] if case.projection is None else [side @ case.projection.mT for side in case[:2]]
     kernel = queries @ keys.mT  # K as an explicit matrix, the reference for the identities

@@ -1,4 +1,4 @@
-"""Experiments in which several tokens can keep their weight: ReLU heads, and next-token prediction."""
+"""Experiments in which several tokens can keep attention weight: ReLU heads, and next-token prediction."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     }
     return Experiment(
         name="multi-token",
-        question="If several tokens keep weight, does descent converge to W_fin + R·W_mm of the generalised SVM?",
+        question="If several tokens keep attention weight, does descent converge to W_fin + R·W_mm of the SVM?",
         settings={"gone": GONE, "kept": KEPT, "floor": FLOOR, "hidden_units": "d", **shares},
         axis="d",
         curves=curves,
@@ -117,7 +117,7 @@ class Corpus(NamedTuple):
     """Sequences as features φ_t = vec(x_t zᵀ) (z: last token), split into parts outside and in the cyclic subspace."""
 
     features: Float[Tensor, "n T twice"]  # both parts, concatenated: outside, inside
-    reads: Float[Tensor, "n T"]  # e_yᵀ x_t: 1 at the label's copies, 0 elsewhere
+    reads: Float[Tensor, "n T"]  # e_yᵀ x_t: 1 for tokens equal to the label, 0 for others
     component: Bool[Tensor, "n T"]  # True if the token is in the label's strongly connected component of the graph
     W: Float[Tensor, " square"]  # SVM solution of the graph
 
@@ -129,16 +129,16 @@ class Corpus(NamedTuple):
     quick={"trials": 10},
 )
 def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Correlate W outside the cyclic subspace with the graph SVM; compute ‖W − W_fin‖ inside (Li et al. 2024).
+    """Compare W with the graph SVM outside the cyclic subspace, and with W_fin inside (Li et al. 2024).
 
     There are d tokens with orthonormal embeddings and n sequences of T tokens that contain their label y. The output is
     f = e_yᵀ Xᵀ softmax(X W z), where z is the last token, and the loss −log f is convex. The cyclic subspace is spanned
     by (x_s − x_t) zᵀ, for tokens s and t of one cycle of the graph. Outside this subspace, a step has length lr.
-    Inside, where W stays finite, a step is minus the gradient. W_fin is the limit of descent if each label competes
-    only within its own component.
+    Inside, where W stays finite, a step is minus the gradient. W_fin is the limit of descent if attention is restricted
+    to the label's component of the graph.
     """
-    acyclic, _, steps, at_end = _run_kind(s, False, progress)
-    cyclic, off, _, cyclic_end = _run_kind(s, True, progress)
+    acyclic, _, steps, at_end = _run_trials(s, False, progress)
+    cyclic, off, _, cyclic_end = _run_trials(s, True, progress)
     # limits of the theorems, with the tolerance allowed at the last iteration
     to_svm, finite = Figure(published=1.0, tolerance=1e-3), Figure(published=0.0, tolerance=1e-9)
     rows = {
@@ -150,7 +150,7 @@ def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     }
     return Experiment(
         name="next-token",
-        question="Trained to predict the next token, does attention end at the SVM of the token-priority graph?",
+        question="Does attention trained on next-token prediction converge to the SVM of the token-priority graph?",
         settings={"vocabulary": s.d[0], "loss": "log", "embeddings": "orthonormal, tied", "start": "zero"},
         source="Li et al. 2024, Mechanics of next token prediction with self-attention: the limits of Theorems 1 and 2",
         curves={
@@ -162,8 +162,8 @@ def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     )
 
 
-def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
-    """Run all trials of `next_token` with cyclic or with acyclic graphs.
+def _run_trials(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
+    """Run all trials of `next_token`, with cyclic or acyclic graphs.
 
     Return the correlation of W outside the cyclic subspace with the graph SVM, and the distance of the finite part from
     its limit, both (steps, trials); the steps; and each trial's smallest final attention weight on the graph component
@@ -188,7 +188,7 @@ def _run_kind(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[
 def _descend_both(
     instances: Instances, s: ExperimentSettings, steps: list[int], tick: Callable[[int, int], None]
 ) -> tuple[Float[Tensor, "steps trials twice"], Float[Tensor, "trials n T"]]:
-    """Run descent, normalised outside the cyclic subspace, plain inside; return W at `steps` and final log-weights."""
+    """Run descent, normalised only outside the cyclic subspace; return W at `steps`, and the final log-weights."""
     W = torch.zeros(len(instances.tokens), instances.tokens.shape[-1], 1, dtype=torch.float64)
     best, path = instances.anchor_first(), []
     for step in range(1, s.iterations + 1):
@@ -203,9 +203,9 @@ def _descend_both(
 
 
 def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
-    """Sample sequences whose token-priority graph has a strict priority, an SVM solution, and a cycle iff `cyclic`.
+    """Sample sequences whose token-priority graph has a strict priority, an SVM solution and, if `cyclic`, a cycle.
 
-    Raises UsageError if none of TRIES samples has such a graph.
+    Without `cyclic`, the graph has no cycle. Raises UsageError if none of TRIES samples has such a graph.
     """
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64)).Q
@@ -233,8 +233,8 @@ def corpus(n: int, T: int, d: int, seed: int, cyclic: bool) -> Corpus:
     basis = basis[values > SAME * values.amax()] if len(values) else basis
     within = features @ basis.mT @ basis
     off = features - within
-    # Make tokens of one component equal: outside the cyclic subspace they differ only by rounding, which would outweigh
-    # attention weights below 1e-16.
+    # Make tokens of a component equal outside the cyclic subspace, where they differ only by rounding. Otherwise the
+    # rounding would outweigh attention weights below 1e-16.
     same = torch.cdist(off, off) < SAME
     off = off.gather(1, same.int().argmax(-1)[..., None].expand_as(off))
     component = same[torch.arange(len(hits)), hits.int().argmax(-1)]

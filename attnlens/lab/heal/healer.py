@@ -39,8 +39,8 @@ def trainable(
 ) -> dict[str, Tensor]:
     """Return masks of weights with ≥ 2 axes, by name: 1 for entries that affect only queries or keys of swapped heads.
 
-    Weights without such entries are omitted. Gradients show what an entry affects, for any layout (fused, interleaved,
-    shared by heads or sites).
+    Weights without such entries are omitted. The effects of an entry are found from gradients, so any layout is
+    supported (fused, interleaved, shared by heads or sites).
     """
     short = texts.first(inputs, 1)
     affecting: dict[str, Tensor] = {}  # entries that affect queries and keys of swapped heads
@@ -86,7 +86,7 @@ def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[st
 
 @dataclass
 class Trained:
-    """A trainable weight or kernel parameter; its change is float32, so that small steps add up even in bfloat16."""
+    """A trainable weight or kernel parameter: an initial value plus a change, in float32 to keep small steps."""
 
     start: Tensor  # initial value
     change: Tensor  # added to the initial value; a float32 leaf
@@ -125,7 +125,7 @@ class Trained:
 
     @property
     def count(self) -> int:
-        """Number of trained entries; with low rank, those in rows of U and V that affect an entry with mask ≠ 0."""
+        """Number of trained entries, excluding rows of U and V that affect no entry with mask ≠ 0."""
         if self.mask is None:
             return self.change.numel()
         entries = self.mask.flatten(1) != 0
@@ -151,7 +151,7 @@ class Healer(SwapSetup):
         """
         masks = trainable(self.loaded.model, self.sites, self.swaps, batch.inputs)
         if not masks:
-            problem = "No weight can be trained: each affects more than the queries or keys of the swapped heads."
+            problem = "No weight can be trained: no weight affects only the queries or keys of the swapped heads."
             raise ModelError(problem, "Use swap-kernel, which does not train.")
         self.swaps = expand_parameters(self, [batch])
         if self.options.ksvd_convention == "code":  # initialise Λ to √(nΛ), n the sequence length, where J is 0
@@ -172,7 +172,7 @@ class Healer(SwapSetup):
         if self.options.checkpointing:
             self.blocks = [block for _, block in hooks.blocks(self.loaded.model, texts.first(batch.inputs, 1))]
             if not self.blocks:
-                problem = "Checkpointing needs blocks that run exactly once per forward pass; this model has none."
+                problem = "Checkpointing needs blocks that run exactly once per forward pass, but this model has none."
                 raise ModelError(problem, "Pass checkpointing=False.")
         for site, swap in self.swaps.items():
             shared, self.parameters[site] = shared_indices(swap.kernel.fitted), {}
@@ -212,7 +212,7 @@ class Healer(SwapSetup):
             loss.backward()  # type: ignore[no-untyped-call]
 
     def by_sequence(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the mean distance and the number of compared tokens of each sequence with at least one such token."""
+        """Return the mean distance and the number of compared tokens of each sequence that has compared tokens."""
         with torch.no_grad(), self.run_student(inputs, targets, []) as (losses, owners):
             return average_by_sequence(losses, owners, texts.sequences_in(inputs))
 
@@ -251,7 +251,7 @@ class Healer(SwapSetup):
         swaps, values = self.healed_swaps(), {name: part.value for name, part in self.weights.items()}
         with (
             hooks.replace(model, self.sites, swaps, self.path, visit=self.collect_penalties(swaps, penalties)),
-            # private, but functional_call, which uses it, restores the parameters before blocks are recomputed
+            # private: the public functional_call would restore the parameters before blocks are recomputed
             _reparametrize_module(model, values, tie_weights=True),
             _apply_checkpointing(self.blocks),
         ):
@@ -267,7 +267,7 @@ class Healer(SwapSetup):
         return states_of(result) if self.task == "hidden" else logits_of(result)
 
     def _compare(self, original: Tensor, new: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute the distance of `new` from `original` at each token but padding, and each token's sequence index."""
+        """Return, for each token except padding, the distance of `new` from `original` and the sequence index."""
         owners = sequence_index(original, inputs)
         if owners is None:  # attribute all to the first sequence
             owners = torch.zeros(original[..., 0].numel(), dtype=torch.long)
@@ -320,9 +320,8 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
     """Compute the attention transfer loss, add `weight` times its gradient to the leaves, and return the loss.
 
     The loss is Σ_sites ‖new − original‖² / ‖original‖² of the site outputs softmax(…)V, averaged over sequences (Zhang
-    et al. 2024, LoLCATs, Eq. 6, with relative errors so that all sites count), plus the regulariser of primal
-    attention. Each module runs alone, on the input that it has in the original model, so that only one graph is in
-    memory.
+    et al. 2024, LoLCATs, Eq. 6, with relative errors), plus the regulariser of primal attention. Each module runs
+    separately, on its input in the original model, so that only one autograd graph is in memory.
     """
     total, terms = 0.0, 1 if healer.options.ksvd_convention == "paper" else len(healer.swaps)
     with torch.enable_grad():
@@ -352,7 +351,7 @@ class _AllModulesRan(Exception):  # noqa: N818
 
 
 def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield two lists per module: the sequences' relative squared errors, one tensor per site; and the J² values."""
+    """Yield for each module the relative squared errors of the sequences, one tensor per site, and the J² values."""
     model, sites, swaps = healer.loaded.model, healer.sites, healer.healed_swaps()
     paths = {model.get_submodule(site.path): site.path for site in swaps}
     calls = list[tuple[nn.Module, tuple[object, ...], dict[str, object]]]()  # modules and their arguments
@@ -395,7 +394,7 @@ class Distances:
 
     @property
     def mean(self) -> float:
-        """Mean over all tokens; ∞ if it is not finite, and 0 if rounding makes it negative."""
+        """Mean over all tokens; ∞ if a distance is not finite, and 0 if rounding makes the mean negative."""
         if not self.finite:
             return math.inf
         return max(0.0, float((self.each * self.counts).sum() / self.counts.sum()))
@@ -463,7 +462,7 @@ RATES: dict[HealingStage, tuple[float, ...]] = {
     "transfer": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
     "whole": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
 }
-"""Learning rates tried in each stage, in ascending order, until one gains less than ENOUGH of the best gain."""
+"""Learning rates tried in each stage, in ascending order, until a rate gains less than ENOUGH of the best gain."""
 SLOWER, LEAST = 0.1, 1e-7  # factor and lower bound of further rates, tried if no listed rate reduces the distance
 STEPS = 8  # steps per tried rate, over which the rate rises and falls; at most a tenth of all planned steps
 ENOUGH = 0.9  # share of the best gain that suffices for a larger rate, which gains more in a longer run
@@ -474,7 +473,7 @@ def choose_rate(
 ) -> tuple[float, list[HealingRate]]:
     """Return the largest rate whose gain is at least ENOUGH of the best (0: no rate gains), and all tried rates.
 
-    The gain is the fall of the distance on `held_out` over `steps`.
+    The gain of a rate is the decrease of the distance on `held_out` due to training on `steps`.
     """
     before = [leaf.detach().clone() for leaf in healer.leaves]
     start = measure_distances(healer, held_out, stage).mean

@@ -56,8 +56,8 @@ LEAST_SEQUENCES, MOST_SEQUENCES = 512, 16384  # minimum and maximum number of ca
 SHARE, MOST, PER_HELD_OUT = 0.125, 4, 40  # held-out batches: share of all, maximum, training batches per held-out batch
 STAGES: tuple[HealingStage, ...] = ("transfer", "whole")  # stages, in the order of training
 TRANSFER: dict[HealingGoal, float] = {"teacher": 0.9, "text": 0.25}
-"""Share of the work at which attention transfer ends at the latest, by goal (tuned on `demo`): per token, transfer
-gains more than end-to-end training, but it does not learn a new text."""
+"""Maximum share of the work that is attention transfer, by goal (tuned on `demo`). Per token, transfer gains more than
+end-to-end training, but transfer cannot learn a new text."""
 WARM_UP = 20  # warm-up steps of the learning rate, at most a tenth of the stage's steps
 LOWEST = 0.02  # share of the learning rate at the end of the cosine decay
 STATE = (
@@ -96,7 +96,7 @@ def heal(
 def heal_work(
     model: Model, kernel: str | Sequence[str] | None, request: HealRequest, progress: Progress = silent
 ) -> SwapWork:
-    """Check the options, load the model, and return the work of `heal`, which has not yet started."""
+    """Check the options, load the model, and prepare the work of `heal` without starting it."""
     check_work(model, request)
     kernels, plan, request = heal_kernels(kernel, request)
     step = None if plan is None else RankSearch(Budget(plan.unit, plan.budget), plan, request.intervals)
@@ -113,7 +113,7 @@ def count_sequences(amount: Amount, tokens: int) -> int:
 
 
 def add_healed_stage(run: KernelRun, calibrated: texts.Batches, options: HealRequest) -> None:
-    """Heal the last stage of a run as stage `healed`; train the control if requested; measure both models."""
+    """Heal the last stage of a run and, if requested, train the control; measure the trained models."""
     shapes = run.session.shapes
     with enough_memory(calibrated.batches[0].inputs, "to train on"):
         healing, healer = train_swap(run, options, calibrated)
@@ -195,12 +195,12 @@ def run_training(
 
     A stage restarts with smaller steps until a check improves on the stage's start, and ends once checks no longer
     improve significantly. `evaluate` returns the loss on the evaluation text. With `state`, each check stores the
-    training state, from which a killed run resumes. After the first checked step, Ctrl-C sets `healer.interrupted`.
+    training state, from which a killed run resumes. After the first checked step, Ctrl-C ends the training early.
     """
     amount, size = healer.options.train, texts.sequences_in(batches.batches[0].inputs)
     train, held_out = split(healer, batches)
     healer.prepare(batches.batches[0])
-    batch = healer.options.batch  # sequences per step; None: a batch
+    batch = healer.options.batch  # sequences per step; None: as many as in a batch of the text
     if batch is None and amount.unit == "tokens" and batches.tokens:
         batch = int(max(1, min(size, amount.number / batches.tokens / STEPS_WANTED)))
     work = Descent(healer, *cut_parts(train, batch), held_out, evaluate, progress, state)
@@ -255,7 +255,7 @@ def cut_parts(fed: Sequence[Fed], size: int | None) -> tuple[list[Fed], int]:
 
 @dataclass
 class Descent:
-    """The training of a Healer: its learning-rate schedule, its checks and its records."""
+    """Training of a Healer, with learning-rate schedule, held-out checks and records."""
 
     healer: Healer
     train: Sequence[Fed]  # parts of the training text, each run as one batch
@@ -264,7 +264,7 @@ class Descent:
     evaluate: Callable[[], float | None]
     progress: AddSteps
     state: tuple[Store, str] | None  # store of the training state, and the state's name in the store
-    order: list[int] = field(default_factory=list)  # indices of the parts left in this epoch; the last is used next
+    order: list[int] = field(default_factory=list)  # indices of the parts to come in this epoch, last part first
     stage: HealingStage = "transfer"
     begun: float = 0.0  # share of the total work that was finished when the stage started
     step: int = 0
@@ -283,7 +283,7 @@ class Descent:
     reported: int = 0  # amount reported to `progress` so far
 
     def __post_init__(self) -> None:
-        """Create the optimiser, and estimate the share of the work that one step does (0 if the amount is a time)."""
+        """Create the optimiser, and estimate the share of the work per step (0 if the amount is a time)."""
         self.start, self.amount = time.monotonic(), self.healer.options.train
         self.generator = torch.Generator().manual_seed(self.healer.seed)  # draws the order of the batches
         self.optimiser = adamw(self.healer.leaves, self.rate)
@@ -308,7 +308,7 @@ class Descent:
 
     @property
     def end(self) -> float:
-        """Share of the total work at which the stage ends at the latest."""
+        """Latest end of the stage, as a share of the total work."""
         return TRANSFER[self.healer.options.learn] if self.stage == "transfer" else 1.0
 
     @property
@@ -341,7 +341,7 @@ class Descent:
         store.keep(name, value)
 
     def run_stage(self, stage: HealingStage) -> None:
-        """Run a stage to its end, with a check whenever one is due."""
+        """Run a stage to its end, including the checks that are due."""
         if not self.resumed:
             self.stage, self.begun = stage, self.share
             if self.over:
@@ -360,7 +360,7 @@ class Descent:
                 self._run_check()
 
     def _start_stage(self) -> None:
-        """Start the stage from the best parameters so far; choose a rate by a range test (with a control, never 0)."""
+        """Start the stage from the best parameters so far, at a rate chosen by a range test."""
         set_values(self.healer.leaves, self.values)
         count = max(1, min(STEPS, round(self.planned / 10)))
         repeated = cycle(self.train)
@@ -436,7 +436,7 @@ class Descent:
         return distances
 
     def _is_due(self) -> bool:
-        """Return True if a check is due; checks are in the middle of equal parts of the work (0.05, 0.15, … for 10)."""
+        """Return True if the middle of another equal part of the work was passed since the last check."""
         planned = self.planned if self.one_step else self.amount.number
         checks = max(FEW, min(CHECKS, int(planned // NEAR)), min(MOST_CHECKS, int(planned // APART)))
         now, last = (int(share * checks + 0.5 + ROUNDING) for share in (self.share, self.history[-1][0]))
@@ -485,7 +485,7 @@ class Descent:
 def shape(step: int, share: float, steps: float) -> float:
     """Return the factor of the learning rate at this step of a stage of `steps` steps.
 
-    It is a linear warm-up times a cosine that falls from 1 to LOWEST as `share` rises from 0 to 1.
+    The factor is a linear warm-up times a cosine that falls from 1 to LOWEST while `share` rises from 0 to 1.
     """
     warm = min(WARM_UP, max(1, steps // 10))
     fall = (1 + math.cos(math.pi * min(1.0, max(0.0, share)))) / 2

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
-    """Return the forms of latents to compare: a latent per key head or site, for keys after or before the rotation.
+    """Return the forms of latents to compare: one latent per key head or site, for keys after or before the rotation.
 
-    Forms before the rotation are compared only if the rotation of every site can be inverted.
+    Forms for keys before the rotation are included only if the rotation of every site can be inverted.
     """
     kernel = next(iter(swaps.values())).kernel
     inputs = texts.placeholder(loaded, 2, 0).batches[0].inputs
@@ -45,14 +45,14 @@ def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
 
 
 def form_name(form: Kernel) -> str:
-    """Format the form as users type it after `rank:`: `group=all,rotation=before,metric=attention`."""
+    """Spell a form as typed after `rank:`, such as `group=all,rotation=before,metric=attention`."""
     words = {p.name: {number: word for word, number in p.words} for p in form.info.parameters}
     values = {name: form.parameters[name] for name in ("group", "rotation", "metric")}
     return ",".join(f"{name}={words[name].get(value, f'{value:g}')}" for name, value in values.items())
 
 
 def with_parameters(kernel: Kernel, **parameters: float) -> Kernel:
-    """Return a copy of the kernel in which these parameters are changed."""
+    """Return a copy of the kernel with these parameters changed."""
     return replace(kernel, parameters={**kernel.parameters, **parameters})
 
 
@@ -61,7 +61,7 @@ class Basis:
     """The latents of one site, and the heads that read them."""
 
     heads: tuple[int, ...]  # swapped query heads, ordered by key head
-    kv_heads: tuple[int, ...]  # their key heads
+    kv_heads: tuple[int, ...]  # key heads that the query heads read
     latents: Latents  # the directions of each latent
 
     @property
@@ -96,17 +96,16 @@ def mean_rank(bases: Mapping[Site, Basis], ranks: Mapping[Site, Sequence[int]]) 
 
 
 Forms = dict[str, dict[str | None, dict[Site, Basis]]]
-"""Latents by the form's spelling, the text left out of the fit (None: fitted to all texts), and the site."""
+"""Latents keyed by the form's spelling, the name of the text left out of the fit (None: no text), and the site."""
 
 
 def fit_forms(
     setup: SwapSetup, forms: Sequence[Kernel], batches: Sequence[tuple[str, Fed]], progress: AddSteps
 ) -> Forms:
-    """Fit each form of latents in one pass of the original model over these batches; a batch is from a single text.
+    """Fit each form of latents in one pass of the original model over `batches`, each from a single text.
 
-    With `metric=output`, a text's weights come from further passes, for gradients on this text only, so that maps
-    fitted to the other texts do not depend on this text. Raises UsageError if only some query heads of a key head are
-    swapped.
+    With `metric=output`, further passes compute gradients separately for each text, so that maps fitted without a text
+    are independent of that text. Raises UsageError if only some query heads of a key head are swapped.
     """
     model, swaps = setup.loaded.model, setup.swaps
     names = list(dict.fromkeys(name for name, _ in batches))
@@ -156,7 +155,7 @@ def _find_key_heads(site: Site, heads: tuple[int, ...], group: int) -> tuple[int
     return kv_heads
 
 
-LEVELS = 16  # number of evenly spaced ranks at which the loss is estimated; between them it is interpolated linearly
+LEVELS = 16  # number of evenly spaced ranks at which the loss is estimated, with linear interpolation in between
 
 
 def sensitivities(
@@ -168,17 +167,17 @@ def sensitivities(
     is ∂loss/∂o_i. If targets are sampled from the model's own predictions, this change has mean 0, and its second
     moment is the Fisher information (Martens 2020, Eq. 7). If queries and heads are taken as independent, the rise is ½
     Σ_i ⟨g_i, δo_i⟩², divided by the number of predictions. Ranks beyond a latent's full rank get ∞. Gradients with
-    respect to logits are not used: they would be 0 in a saturated head, although cutting the rank of its logits
-    destroys its attention.
+    respect to logits are not used, because they vanish in saturated heads.
     """
     totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in bases.items()}
-    generator, count, kernel = torch.Generator().manual_seed(setup.seed), 0, parsed("rank:65536")  # `maps` set the rank
+    generator, count, kernel = torch.Generator().manual_seed(setup.seed), 0, parsed("rank:65536")  # `maps` cuts ranks
     for fed in batches:
         calls, outputs, gradients, drawn = sample_gradients(setup, bases, fed, generator)
         count += drawn
         for site, gradient in gradients.items():
             with torch.no_grad():
-                totals[site] = totals[site] + _squares(bases[site], kernel, calls[site], outputs[site], gradient).cpu()
+                squares = _sum_squares(bases[site], kernel, calls[site], outputs[site], gradient)
+                totals[site] = totals[site] + squares.cpu()
         progress(texts.sequences_in(fed.inputs))
     return {site: _interpolate(total / (2 * count), bases[site].sizes) for site, total in totals.items()}
 
@@ -188,14 +187,14 @@ def levels(size: int) -> list[int]:
     return [*range(0, size, -(-size // LEVELS)), size]
 
 
-def _squares(
+def _sum_squares(
     basis: Basis,
     kernel: Kernel,
     call: Call,
     output: Float[Tensor, "batch queries all_heads value_dim"],
     gradient: Float[Tensor, "batch queries all_heads value_dim"],
 ) -> Float[Tensor, "latents ranks"]:
-    """Compute Σ_i ⟨g_i, δo_i⟩² at each level of rank, summed over the heads of each latent; other ranks get 0."""
+    """Compute Σ_i ⟨g_i, δo_i⟩² at each rank of `levels`, summed over the heads of each latent; other ranks get 0."""
     heads, sizes = list(basis.heads), basis.sizes
     original, slope, part = output[:, :, heads], gradient[:, :, heads].double(), call.select(heads)
     squares = torch.zeros(len(sizes), max(sizes) + 1, dtype=torch.float64)
@@ -211,7 +210,7 @@ def _squares(
 
 
 def _interpolate(costs: Float[Tensor, "latents ranks"], sizes: Sequence[int]) -> Float[Tensor, "latents ranks"]:
-    """Interpolate linearly between the levels of rank, and set ranks beyond a latent's full rank to ∞, in place."""
+    """Interpolate `costs` linearly between `levels`, with ∞ beyond a latent's full rank; change and return `costs`."""
     for row, size in zip(costs, sizes, strict=True):
         row[size + 1 :] = torch.inf
         for low, high in pairwise(levels(size)):

@@ -47,9 +47,9 @@ def find_ranks(model: Model = "demo", *, progress: Progress = silent, request: R
 def rank_work(
     model: Model, request: RanksRequest, progress: Progress = silent, chosen: Callable[[Plan], None] | None = None
 ) -> SwapWork:
-    """Check the options, load the model, and return the work of `find_ranks`, which has not yet started.
+    """Check the options, load the model, and prepare the work of `find_ranks` without starting it.
 
-    `chosen` receives the plan as soon as its ranks are chosen.
+    `chosen` is called with the plan as soon as the ranks are chosen.
     """
     check_work(model, request)
     kernels, plan, request = rank_kernels(request)
@@ -66,9 +66,9 @@ class RankSearch:
     plan: Plan | None  # plan whose ranks are used instead of a search
     intervals: Intervals | None
     form_named: bool = False  # True if a search uses the given form of the latents instead of choosing one
-    samples: tuple[Sample, ...] = ()  # text to fit, choose ranks and estimate the rise on; for a plan, only the first
+    samples: tuple[Sample, ...] = ()  # parts of the calibration text; for a plan, only the part for fitting
     choice: Choice | None = None
-    chosen: Callable[[Plan], None] | None = None  # receives the plan before its rise is measured on the evaluated text
+    chosen: Callable[[Plan], None] | None = None  # called with the plan before the model is evaluated
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
         """Cut the calibration text, and return its parts.
@@ -173,12 +173,12 @@ class SiteSizes:
     value_dim: int  # size of a value
     query_bias: bool  # True if W_Q has a bias
     key_bias: bool  # True if W_K has a bias
-    folds: bool  # True if maps fold into W_Q and W_K: no other site uses them, no rotation or norm follows
-    folds_before: bool  # True if maps of keys before the rotation fold into W_K: no other site uses it, no norm follows
+    folds: bool  # True if maps fold into W_Q and W_K: only this site uses W_Q and W_K, and no rotation or norm follows
+    folds_before: bool  # True if maps of unrotated keys fold into W_K: only this site uses W_K, and no norm follows
     keys_seen: float  # number of keys that a query sees, averaged over the queries
-    keys_per_query: float  # keys computed per computed query: 1 except in cross-attention
+    keys_per_query: float  # number of keys divided by the number of queries: 1 except in cross-attention
     number_bytes: int  # bytes of a cached number
-    cached: bool  # True if a key-value cache stores a key per token: in a decoder's self-attention
+    cached: bool  # True if keys are cached, as in a decoder's self-attention
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class LatentSizes:
 
     heads: int  # number of query heads that read the latent
     keys: int  # number of key heads that share the latent
-    rank: int  # numbers kept per token
+    rank: int  # numbers stored per token
     before: bool = False  # True for latents of keys before the rotation; full keys are rebuilt from the latent
 
 
@@ -196,9 +196,9 @@ class Costs:
     """Costs of a latent's key heads and their query heads."""
 
     parameters: float
-    flops: float  # operations per query token: projecting + scoring · keys that it sees
-    projecting: float  # operations per query token for queries and keys
-    scoring: float  # operations per query token and key that it sees
+    flops: float  # operations per query token: projecting + scoring · number of visible keys
+    projecting: float  # operations per query token to compute queries and keys
+    scoring: float  # operations per query token and visible key
     cache: float  # bytes per token
     rebuilding: float = 0.0  # operations to rebuild the keys of one cached token from the latent
 
@@ -207,16 +207,16 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     """Compute the costs of one latent's key heads and their query heads; full rank costs as much as the original.
 
     An m × n matrix takes 2mn operations, and a score takes 2 per entry of the key. A cached token stores the latent and
-    its values. If the maps A of queries and B of keys fold into W_Q and W_K, keys need one W_K B (d_model × r) per
-    latent of rank r, and queries the cheaper of W_Q A (d_model × r) and W_Q followed by A (head_dim × r per key head);
-    the latter is cheaper if a shared latent is wider than a head. Otherwise A and B are applied in addition, so only
-    scores and cache shrink. If latents compress keys before the rotation, queries are unchanged, and keys are rebuilt
-    from the latent; otherwise, rank 0 needs none of these matrices.
+    its values. If the maps A of queries and B of keys fold into W_Q and W_K, keys need W_K B (d_model × r) per latent
+    of rank r; queries need W_Q A (d_model × r) or, if cheaper, W_Q followed by A (head_dim × r per key head). If the
+    maps do not fold, W_Q, W_K, A and B are applied, and only scores and cache become cheaper. If latents compress keys
+    before the rotation, queries are unchanged, and keys are rebuilt from the latent; otherwise, rank 0 costs nothing
+    except the cached values.
     """
     rank, whole, head_dim, heads = latent.rank, latent.keys * size.head_dim, size.head_dim, latent.heads
 
     def count(query: int, key: int, score: int, query_map: int = 0, key_map: int = 0, offset: int = 0) -> Costs:
-        """Compute costs from numbers of columns (W_Q per head, W_K), multiplications per score, and entries of maps."""
+        """Compute costs from columns of W_Q (per head) and W_K, multiplications per score, and entries of the maps."""
         made = heads * (size.query_width * query + query_map) + size.keys_per_query * (size.key_width * key + key_map)
         parameters = heads * (size.query_width + size.query_bias) * query + latent.keys * query_map
         return Costs(
@@ -291,7 +291,7 @@ def _sizes(site: Site, call: Call, factors: Factors) -> SiteSizes:
 def compute_saving(
     choice: Choice, by_site: Mapping[Site, SiteSizes | str]
 ) -> tuple[dict[str, Pair | float | None], dict[str, str]]:
-    """Return the fields of a Plan that concern savings, and the reasons why values are unknown."""
+    """Return the savings as fields of a Plan, and the reasons for unknown values."""
     unmeasured = Pair(before=None, after=None)
     before, after = Counter[str](), Counter[str]()
     for site, size in by_site.items():
@@ -369,7 +369,7 @@ def _check_plan(plan: Plan, full: Sequence[KeyRank]) -> None:
 
 
 def _compare_models(planned: ModelInfo, model: ModelInfo) -> list[str]:
-    """Return one note if the plan was made for a model other than `model`; otherwise, return an empty list."""
+    """Return a note if the plan was made for a model other than `model`, else an empty list."""
     if all(getattr(planned, name) == getattr(model, name) for name in ("id", "revision", "files")):
         return []
     same = bool(model.files) and [f.sha256 for f in planned.files] == [f.sha256 for f in model.files]

@@ -1,4 +1,4 @@
-"""Find the smallest ranks within a loss budget among nested plans; fit, choose and estimate on separate windows."""
+"""Search nested plans for the smallest ranks within a loss budget; fit, choose and estimate on separate windows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LEAST = 4  # minimum number of windows per text and part: one or two do not repr
 class Sample(NamedTuple):
     """A part of the calibration text."""
 
-    batches: Batches  # its windows
+    batches: Batches  # windows of this part
     design: Design  # text of each window, and the units that intervals resample
 
 
@@ -102,7 +102,7 @@ def cut_samples(
 
 
 def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batches, intervals: Intervals | None) -> None:
-    """Raise TextError if a text has too few windows to choose ranks, UsageError for intervals over too few texts."""
+    """Raise TextError if a text has too few windows, UsageError if there are too few texts for intervals over texts."""
     available = {text.name: (text.available or 0) - len(evaluated.taken.get(text.sha256, ())) for text in first.texts}
     for content in contents:
         if (free := available.get(content.name, 0)) < PARTS * LEAST:
@@ -117,7 +117,7 @@ def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batche
 
 
 def split_by_text(fed: Sequence[Fed], part: Sample) -> list[tuple[str, Fed]]:
-    """Split the batches of a part so that each batch has windows of one text; return (text name, batch) pairs."""
+    """Split the batches of a part by text; return (text name, batch) pairs."""
     pairs, start = [], 0
     for batch in fed:
         names = part.batches.parts[start : start + texts.sequences_in(batch.inputs)]
@@ -196,13 +196,13 @@ FORMS = 5  # maximum number of forms of latents compared
 class Choice:
     """Chosen ranks, with the maps fitted for them."""
 
-    bases: dict[Site, Basis]  # the directions of each site
+    bases: dict[Site, Basis]  # the latents of each site
     ranks: dict[Site, list[int]]  # the rank of each latent
     swaps: hooks.Swaps  # the swaps with these ranks
-    estimated: Rise | None = None  # rise on the text used to choose the ranks; None if they were given
-    promised: Rise | None = None  # rise on text not used to fit or choose; None: ranks given, or loss not finite
+    estimated: Rise | None = None  # rise on the text used to choose the ranks; None for the ranks of a given plan
+    promised: Rise | None = None  # rise on held-out text; None for the ranks of a given plan or infinite losses
     steps: list[PlanStep] = field(default_factory=list)  # the measured nested plans, from large to small ranks
-    reason: str | None = None  # why a search reduced no rank; None otherwise
+    reason: str | None = None  # reason if a search reduced no rank; None otherwise
     forms: list[FormTried] = field(default_factory=list)  # the compared forms of latents, at half of full rank
     held_out: bool = False  # True if each text was measured with maps fitted to the other texts
 
@@ -212,20 +212,19 @@ class BudgetSearch(SwapSetup):
     """A search for the smallest ranks within a loss budget."""
 
     progress: AddSteps
-    form_named: bool = False  # True: use the kernel's form of latents instead of choosing one
-    margin: float = MARGIN  # see MARGIN
-    bases: dict[Site, Basis] = field(default_factory=dict)  # the directions of each site
-    bases_without: dict[str, dict[Site, Basis]] = field(default_factory=dict)  # fitted without the named text
-    unit: Unit = "loss"  # rises are shares of the loss or of perplexity
+    form_named: bool = False  # True to use the kernel's form of latents, False to choose the form
+    margin: float = MARGIN  # half-widths of its interval by which a rise must lie below the budget
+    bases: dict[Site, Basis] = field(default_factory=dict)  # the latents of each site
+    bases_without: dict[str, dict[Site, Basis]] = field(default_factory=dict)  # latents fitted without the named text
+    unit: Unit = "loss"  # quantity whose relative rise is limited: loss or perplexity
     keep: Keep = keep_nothing  # stores the losses of measured plans, from which an interrupted search resumes
 
     def choose(self, fitting: Sample, choosing: Sample, promising: Sample, budget: Budget) -> Choice:
         """Choose the plan with the smallest ranks among the tried nested plans that stay within the budget.
 
         The rise on `choosing` must lie below the budget by `margin` half-widths of its interval, and the rise on each
-        single text must be within the budget. `promising` is held-out text for the estimate. If there are several
-        texts, the rise on each text is measured with maps fitted to the other texts, so that the promise covers texts
-        not used for fitting.
+        single text must be within the budget. The promised rise is measured on `promising`. If there are several texts,
+        the rise on each text is measured with maps fitted to the other texts.
         """
         self.unit = budget.unit
         fed = feed(self.loaded, fitting.batches, self.task, self.seed)
@@ -258,7 +257,7 @@ class BudgetSearch(SwapSetup):
     def _choose_form(self, fed: Sequence[tuple[str, Fed]], trial: Trial) -> list[FormTried]:
         """Try each form at half rank, then the best form with `metric=output`; adopt the best of all.
 
-        Return the record of each trial; an empty list if the form was requested, which is then adopted.
+        Return the record of each trial. If `form_named`, adopt the kernel's form without trials.
         """
         original = next(iter(self.swaps.values())).kernel
         if self.form_named:
@@ -282,16 +281,16 @@ class BudgetSearch(SwapSetup):
         return tried
 
     def use_form(self, fits: Forms, form: Kernel) -> None:
-        """Use this form's fit to all texts and, if there are several, its fits that leave out one text each."""
+        """Set the form of latents, its fit to all texts and, for several texts, its leave-one-text-out fits."""
         self.bases = fits[form.spelling][None]
         self.bases_without = {name: bases for name, bases in fits[form.spelling].items() if name is not None}
         self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}
 
     def _search_steps(self, trial: Trial, budget: float) -> tuple[int, dict[int, PlanStep]]:
-        """Find the last tried step whose rise plus margin is within the budget.
+        """Find the last step within the budget, including the margin, by a bisection guided by the predicted rise.
 
-        Return the step's number (0: none) and, keyed by number, all tried steps with a finite rise. The search is a
-        bisection of at most TRIES trials, guided by the predicted rise.
+        Return the step's number (0: none) and, keyed by number, all tried steps with a finite rise. At most TRIES steps
+        are tried.
         """
         loss = trial.original.mean
         no_rise = Rise(share=0.0, sequences=len(trial.original.means), over=trial.original.design.over)
@@ -370,7 +369,7 @@ class BudgetSearch(SwapSetup):
 
 @dataclass(frozen=True)
 class Trial:
-    """One part of the calibration text, on which the rise in the loss is measured for given ranks."""
+    """A part of the calibration text on which the rise in the loss is measured for given ranks."""
 
     search: BudgetSearch
     part: Sample

@@ -1,1 +1,1 @@
-"""Train small transformers with any kernel, to rerun the papers' tables."""
+"""Train small transformers with any kernel, to reproduce the papers' tables."""

@@ -44,8 +44,8 @@ MEASURES: dict[TaskForm, tuple[Literal["perplexity", "BLEU", "accuracy"], tuple[
     "translation": ("BLEU", ("BLEU", "loss")),
     "classification": ("accuracy", ("accuracy",)),
 }
-"""The papers' measure, and the scores by which cells are compared: translation also by the loss, because BLEU hardly
-separates models that translate badly."""
+"""The papers' measure, and the scores used to compare cells. Translation models are also compared by the loss, because
+BLEU hardly distinguishes models that translate badly."""
 
 
 def build_table(
@@ -118,7 +118,7 @@ def build_cell(
         values = torch.tensor([run.scores[MEASURES[task.form][1][0]] for run in runs], dtype=torch.float64)
         mean = float(values.mean())
         se = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
-        if task.form == "language":  # mean and standard error of the perplexity, from those of the loss, its logarithm
+        if task.form == "language":  # perplexity from its logarithm, the loss; error by the delta method
             mean, se = math.exp(mean), None if se is None else math.exp(mean) * se
     steps = [float(step) for step, _ in first.curve]
     heads = {
@@ -148,7 +148,7 @@ def build_cell(
 
 
 def _compare_pairs(cells: Sequence[studies.StudyCell], task: StudyTask) -> Iterator[studies.StudyPair]:
-    """Yield, for each measure, all pairs of converged cells, with p over seeds and agreement with the paper's order.
+    """Yield all pairs of converged cells for each measure, with the p-value and the agreement with the paper's order.
 
     Nothing is yielded for a single seed.
     """
@@ -183,8 +183,8 @@ def _correlate_orders(
 ) -> Iterator[studies.StudyOrdering]:
     """Yield for each measure Kendall's τ with the published order, if two or more trained cells have published values.
 
-    The interval of τ keeps the order of decided pairs and allows either order of undecided ones. It covers the true τ
-    with a probability of 95 %, because Holm's correction bounds the probability of any false decision by 5 %.
+    The interval of τ covers both orders of each undecided pair. The interval contains the true τ with a probability of
+    95 %, because Holm's correction bounds the probability of any false decision by 5 %.
     """
     published = {cell.name: cell.published for cell in cells if cell.task == task.name and cell.published is not None}
     known = [pair for pair in pairs if pair.task == task.name and {pair.first, pair.second} <= published.keys()]

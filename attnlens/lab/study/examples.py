@@ -1,4 +1,4 @@
-"""A task's examples in batches, the built-in reversal task, and a model's scores on a task."""
+"""Batches of a task's examples, the built-in reversal task, and scores of models on a task."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Cases(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StudyTask:
-    """Task with examples for training (`training`, in an order set by the seed) and for evaluation (`held_out`)."""
+    """Task with examples for training, in an order determined by a seed, and for evaluation."""
 
     name: str  # names of its texts or files
     form: TaskForm
@@ -78,7 +78,7 @@ class StudyTask:
         return [self.batch(split, order[start : start + size]) for start in range(0, len(order), size)]
 
     def lengths(self, part: str) -> list[int]:
-        """Return the number of input plus target tokens of each example of a part, by which examples are sorted."""
+        """Return the number of input and target tokens of each example of a part."""
         inputs, targets = self.cases[part]
         if self.form == "language":
             return [2 * self.length] * len(inputs)
@@ -137,15 +137,15 @@ def draw_batches(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[
 
 
 LETTERS = range(4, 9)  # numbers of letters of a source; a sequence also has END
-HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}  # seeds of the held-out examples, unlike any training seed
+HELD_OUT = {"validation": 10**9 + 7, "test": 10**9 + 9}  # seeds of the held-out examples, far from training seeds
 
 
 class Reversal(StudyTask):
     """Task of reversing random letters; a letter becomes a capital if it follows an odd letter (b, d, …) in the source.
 
-    Without positions in the encoder and in cross-attention, the decoder's output depends only on which letters the
-    source contains and how often (Tsai et al. 2019, Proposition 1). Such a model cannot solve the task, because sources
-    with the same letters have different targets.
+    Without positions in the encoder and in cross-attention, the decoder's output does not depend on the order of the
+    source's letters (Tsai et al. 2019, Proposition 1). Such a model cannot solve the task, because sources with the
+    same letters have different targets.
     """
 
     def __init__(self, letters: int = 8, evaluated: int = 256) -> None:
@@ -181,10 +181,10 @@ class Reversal(StudyTask):
 def score(task: StudyTask, model: nn.Module, split: Split, size: int, *, loss_only: bool = False) -> dict[str, float]:
     """Score `model` on a part of the task, in evaluation mode and in batches of `size` examples.
 
-    Every result contains `loss`, the mean over all targets (tokens or classes) in nats; with `loss_only`, it contains
-    nothing else. For language, it also contains `perplexity` = exp(loss), and `bits_per_byte`, which is comparable
-    across vocabularies; for classification, `accuracy` in [0, 1]; for translation, `BLEU` and `chrF` in [0, 100] of
-    beam search, or NaN if the loss is not finite.
+    Return `loss`, the mean over all targets (tokens or classes) in nats, and, unless `loss_only`, further scores: for
+    language, `perplexity` = exp(loss), and `bits_per_byte`, which is comparable across vocabularies; for
+    classification, `accuracy` in [0, 1]; for translation, `BLEU` and `chrF` in [0, 100] of beam search, or NaN if the
+    loss is not finite.
     """
     device = next((parameter.device for parameter in model.parameters()), "cpu")
     batches, total, targets, right = [batch.to(device) for batch in task.held_out(split, size)], 0.0, 0, 0

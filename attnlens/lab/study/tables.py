@@ -53,7 +53,7 @@ SUM = AttentionForm(positions="sum", in_value=True)  # most papers' models: posi
 
 @dataclass(frozen=True)
 class PaperCell:
-    """Cell of a table: the attention of its row, trained on the form of task of its column."""
+    """Cell of a table: a form of attention (row), trained on a form of task (column)."""
 
     name: str  # row
     task: TaskForm  # column
@@ -64,7 +64,7 @@ class PaperCell:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table of a paper to reproduce: its question, its cells and what their published numbers measure."""
+    """A table of a paper to reproduce, with the question that it answers, its cells and its published measures."""
 
     name: str  # name on the command line
     question: str

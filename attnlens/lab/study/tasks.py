@@ -53,9 +53,9 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
 
 
 def read_rows(path: str | Path, columns: tuple[int, ...], remedy: str) -> tuple[Rows, dict[str, str]]:
-    """Read lines of tab-separated columns, of which all lines must have the same number, one of those in `columns`.
+    """Read lines with equal numbers of tab-separated columns; `columns` lists the allowed numbers.
 
-    Return the rows, and the SHA-256 of the file by its name.
+    Return the rows, and a mapping from the file's name to the SHA-256 of the file.
     """
     text, digest = read_whole(path, remedy)
     # not splitlines, which would also split at characters that can occur inside sentences
@@ -195,7 +195,7 @@ def translation(path: str | Path, scale: Scale) -> StudyTask:
     """Read a translation task from lines `source TAB target` or `id TAB source TAB target`.
 
     If every id names a verse (`Ruth.1.16`) and no part would be empty, whole books are held out; otherwise, blocks of
-    lines.
+    lines are held out.
     """
     rows, files = read_rows(path, (2, 3), PAIRS_REMEDY)
     chosen = _split_by_book(rows) or {part: list(chain.from_iterable(each)) for part, each in blocks(len(rows)).items()}
@@ -255,9 +255,9 @@ def pair_rows(
 def load_labelled(path: str | Path, scale: Scale) -> StudyTask:
     """Read a classification task from lines `text TAB label`, after an optional header.
 
-    If a text occurs more than once, only its first occurrence is kept, even if the labels differ, so no text is in two
-    parts. The texts of each class are split in file order: 80 % training, 10 % validation, 10 % test. Texts are cut to
-    the scale's `length`.
+    Only the first occurrence of a repeated text is kept, even if the labels differ, so that no text is in two parts.
+    The texts of each class are split in file order: 80 % training, 10 % validation, 10 % test. Texts are cut to the
+    scale's `length`.
     """
     remedy = "Give a UTF-8 file with one text and its label per line, separated by a tab."
     rows, files = read_rows(path, (2,), remedy)
@@ -324,7 +324,7 @@ SAY_DATASET = "Give the training and test files of one dataset."
 def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
     """Read a `.ts` file, in which `:` separates channels and the final label, and `,` separates numbers.
 
-    Return the header's words in lower case with their values, the cases, and the SHA-256 of the file's bytes.
+    Return the header's values by lower-case word, the cases, and the SHA-256 of the file's bytes.
     """
     text, digest = read_whole(path, REMEDY)
     header: dict[str, str] = {}
@@ -364,8 +364,8 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
 def series(train: str | Path, test: str | Path) -> StudyTask:
     """Read a classification task from two `.ts` files of series, for training and for testing.
 
-    Every fifth case of each class of the first file (the last of fewer than five) is used for validation. Each channel
-    is scaled to mean 0 and standard deviation 1 over the steps of the training part; a constant channel is only
+    In the first file, every fifth case of each class is used for validation (of fewer than five, the last case). Each
+    channel is scaled to mean 0 and standard deviation 1 over the steps of the training part; a constant channel is only
     centred.
     """
     (header, first, digest), (_, second, test_digest) = read_series(train), read_series(test)
@@ -409,7 +409,7 @@ LINES = 5_000  # lines per block; limits the length of the lists of ids
 
 
 def wikitext(scale: Scale) -> StudyTask:
-    """Load language modelling on WikiText-103 with its published split."""
+    """Load the language task WikiText-103 with its published split."""
     parts = {}
     for part, rows in _load_splits("--text", *WIKITEXT).items():
         lines = [line.rstrip("\n") + "\n" for line in rows["text"]]
@@ -418,7 +418,7 @@ def wikitext(scale: Scale) -> StudyTask:
 
 
 def iwslt(scale: Scale) -> StudyTask:
-    """Load German-English translation on IWSLT'14 with its published split."""
+    """Load the German-English translation task IWSLT'14 with its published split."""
     splits = _load_splits("--pairs", *IWSLT)
     parts = {part: [(row["de"], row["en"]) for row in rows["translation"]] for part, rows in splits.items()}
     files = _hash_parts(IWSLT, {part: chain.from_iterable(rows) for part, rows in parts.items()})
@@ -430,7 +430,7 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
     try:
         import datasets
     except ImportError:
-        remedy = f'Run: pip install "attnlens[papers]", or give {instead}.'
+        remedy = f'Run: pip install "attnlens[papers]", or use local files with {instead}.'
         raise UsageError("The papers' data require the package `datasets`.", remedy) from None
     try:
         with silence_logging(*DOWNLOADING):
@@ -439,7 +439,7 @@ def _load_splits(instead: str, *name: str) -> Mapping[str, Any]:
     except (OSError, ValueError, KeyError) as error:  # the hub is unreachable, or the dataset has changed
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         problem = f"{name[0]} can't be downloaded from the hub: {reason}"
-        raise TextError(problem, f"Connect to the internet, or give {instead}.") from None
+        raise TextError(problem, f"Connect to the internet, or use local files with {instead}.") from None
 
 
 def _hash_parts(name: Sequence[str], parts: Mapping[str, Iterable[str]]) -> dict[str, str]:

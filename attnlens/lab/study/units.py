@@ -1,4 +1,4 @@
-"""Resumable training runs as units of work, saved models, and measures of heads during training."""
+"""Run units of work, each a resumable training run; save models and measure heads during training."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class TrainingUnit:
     saved: bool = False  # True if the model is saved at every evaluation
 
     def name(self, digest: str) -> str:
-        """Return the unit's name, with a hash of everything that determines it; `digest` identifies the task's data."""
+        """Return the unit's name, which contains a hash of all settings and of `digest`, the hash of the task."""
         scale = {name: value for name, value in asdict(self.scale).items() if name not in SEARCHED}
         facts = {"versions": versions(), "data": digest, "unit": asdict(self) | {"scale": scale}}
         if torch.cuda.is_available():  # GPUs round differently
@@ -216,7 +216,7 @@ def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[Train
         """Build a function that times one training step of a new model."""
         accelerator, model = build_accelerator(), build_model(unit, task)
         if implementation is not None:
-            model.config._attn_implementation = implementation  # private: the public setter refuses undeclared ones
+            model.config._attn_implementation = implementation  # private: the public setter refuses undeclared names
         optimiser = torch.optim.AdamW(model.core.parameters(), lr=unit.rate)
         module, optimiser = accelerator.prepare(model.core, optimiser)
         return partial(timeit, partial(take_step, accelerator, module, optimiser, batch, unit.form.eta), number=1)
@@ -230,7 +230,7 @@ def measure_speeds(units: Sequence[TrainingUnit], task: StudyTask) -> dict[Train
 
 
 def save_step(model: KernelTransformer, task: StudyTask, folder: Path, step: int) -> None:
-    """Write the model after `step` steps to a subfolder, with the task's tokenizer if there is one."""
+    """Write the model after `step` steps, with the task's tokenizer, if any, to a subfolder of `folder`."""
     from transformers import PreTrainedTokenizerFast
 
     step_folder = folder / f"step-{step:06d}"  # parsed by `converge --checkpoints`
@@ -258,8 +258,7 @@ def measure_heads(model: KernelTransformer, sequences: Sequence[Examples]) -> di
     """Compute the median of each measure over heads; omit primal layers and measures without values.
 
     tokens.* are computed from log k and averaged over the sequences. If a kernel can be negative, tokens.* and
-    selection.* are omitted. The comparison with the SVM needs a kernel of an inner product, without a tie or a position
-    bias.
+    selection.* are omitted. Only kernels of an inner product without a tie or position bias are compared with the SVM.
     """
     modules = [module for module in model.attentions() if module.primal is None]
     measured = [_measure(starmap(_read_weights, enumerate(modules)))]
