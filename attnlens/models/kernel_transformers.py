@@ -61,9 +61,9 @@ WAVELENGTH = 10_000.0  # wavelength of the slowest sinusoid, in units of 2π tok
 
 
 def sinusoids(places: Float[Tensor, " places"], d_model: int) -> Float[Tensor, "places d_model"]:
-    """Return sin(t/10000^{2p/d_model}) for places t and p < d_model/2, followed by the cosines of the same angles.
+    """Return sin(t/10000^{2p/d_model}) for positions t and p < d_model/2, followed by the cosines of the same angles.
 
-    Vaswani et al. 2017 alternate sines and cosines.
+    Vaswani et al. 2017 interleave sines and cosines.
     """
     half = torch.arange((d_model + 1) // 2, device=places.device, dtype=places.dtype)
     angles = places[:, None] * torch.exp(-math.log(WAVELENGTH) * 2 * half / d_model)
@@ -96,7 +96,7 @@ class PositionScores(nn.Module):
             self.place = _projection(d_model)
 
     def forward(self, query: Split, keys: int, scale: float) -> Added:
-        """Compute the scores of `query` = f W_Q for `keys` keys, with s = `scale`; the batch is 1 if f is unused."""
+        """Compute the scores of `query` = f W_Q for `keys` keys, with s = `scale`. The batch size is 1 without f."""
         queries = query.shape[2]
         if self.place is not None:
             projected = self._project(self.place, query, 0, max(queries, keys))
@@ -198,7 +198,7 @@ def _projection(d_model: int) -> nn.Linear:
 
 
 def _token_sinusoids(features: States) -> Float[Tensor, "tokens d_model"]:
-    """Return the sinusoids of each token's position, about as large as the token's features after a layer norm."""
+    """Return the sinusoids of the positions of all tokens."""
     places = torch.arange(features.shape[1], device=features.device, dtype=features.dtype)
     return sinusoids(places, features.shape[2])
 
@@ -266,7 +266,7 @@ class Embeddings(nn.Module):
         return cast("Tensor", self.table(ids) * self.table.embedding_dim**0.5)
 
     def logits(self, features: States) -> Float[Tensor, "batch tokens vocabulary"]:
-        """Return the logits of all tokens of the vocabulary for each of the features."""
+        """Return the next-token logits at each position."""
         return features @ self.table.weight.mT
 
 
@@ -306,7 +306,7 @@ class EncoderDecoder(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Classifier of token ids or of a time series with several channels, on the mean of an encoder's features."""
+    """Classifier of token ids or multichannel time series: a linear layer on the mean of an encoder's features."""
 
     def __init__(self, config: KernelTransformerConfig, form: AttentionForm) -> None:
         super().__init__()
@@ -379,7 +379,7 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
         labels: Tensor | None = None,
         **_more: object,
     ) -> ModelOutput:
-        """Map ids (batch, tokens), or a series (batch, steps, channels), to logits; with `labels`, also to the loss.
+        """Compute logits, and with `labels` the loss, for ids (batch, tokens) or a series (batch, steps, channels).
 
         The labels of a causal language model are its input ids, which this method shifts; labels of −100 are ignored.
         """
@@ -392,7 +392,7 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """Return True: transformers' own test searches for names in the source, but does not find `KernelAttention`."""
+        """Return True, because transformers' own test does not recognise `KernelAttention`."""
         return True
 
     def attentions(self) -> list[KernelAttention]:

@@ -32,7 +32,7 @@ PARTS_BY_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "aud
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
-    """Map each module to vision, audio or text: what the innermost submodel that contains the module reads.
+    """Map each module to the modality (vision, audio or text) of the innermost submodel that contains the module.
 
     The decoder of an encoder–decoder, and submodels with several or unknown modalities, are left out. Return {} unless
     there are at least two different modalities.
@@ -89,7 +89,7 @@ class SiteCall:
         return usual
 
     def sequences(self, hidden: Tensor, layout: tuple[int, ...] | None = None) -> Tensor:
-        """Permute an input by `layout` (None: this call's) to (batch, tokens, …, d_model); add a missing batch axis."""
+        """Permute an input by `layout` (default: `self.layout`) to (batch, tokens, …, d_model), or add a batch axis."""
         return hidden[None] if hidden.dim() == 2 else hidden.permute(layout or self.layout)
 
     def inputs(self, layout: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ class Survey:
 
     @property
     def missed(self) -> dict[str, str | None]:
-        """Path of each innermost attention module that is not a site → the reason; None if the module did not run."""
+        """Reason for each attention module that is not a site, by path; None if the module did not run."""
         named = dict(self.model.named_modules())
         parts_of_sites = {part for target in self.sites for part in target.module.modules()}
         refused = {name: self.refused[module] for name, module in named.items() if module in self.refused}
@@ -133,7 +133,7 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[SiteCal
 def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
     """Run a forward pass and return the attention found; raise ModelError if none can be read.
 
-    If attention is not finite, return that of a second pass, in which NaN and infinite weights are replaced by 0.
+    If attention is not finite, run a second pass, in which NaN and infinite weights are replaced by 0.
     """
     paths = {module: path for path, module in model.named_modules()}
     running: dict[nn.Module, tuple[tuple[object, ...], dict[str, object]]] = {}  # module → arguments
@@ -200,7 +200,7 @@ def finite_weights(model: PreTrainedModel) -> Iterator[bool]:
 
 
 def number_within_parts(sites: Sequence[Site]) -> list[Site]:
-    """Return the sites with layers numbered within each part (encoder, decoder …); if there is one part, unchanged."""
+    """Return the sites with layers numbered within each part (encoder, decoder …), unless there is only one part."""
     by_part = group_pairs((site.part, site) for site in sites)
     if len(by_part) == 1:
         return list(sites)
@@ -254,7 +254,7 @@ def without_logits(model: PreTrainedModel) -> dict[str, int]:
 
 
 def real_outputs(result: object, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the floating-point outputs, padding removed: top-level tensors or, if there are none, nested ones."""
+    """Return the floating-point outputs without padding: top-level tensors or, if there are none, nested tensors."""
     values = result.to_tuple() if isinstance(result, ModelOutput) else cast("tuple[object, ...]", result)
     outputs = list(filter(_is_floating, values)) or list(filter(_is_floating, tensors(values)))
     return [at_real_tokens(output, inputs) for output in outputs]
@@ -276,7 +276,7 @@ def as_float64(value: Any, device: torch.device | None = None) -> Any:
 
 
 def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Remove the padding from a tensor (batch, tokens, …) → (real tokens, …); unchanged if no mask has this shape."""
+    """Remove padding: return (real tokens, …) for a tensor (batch, tokens, …), or the tensor itself if no mask fits."""
     mask = _padding_mask(tensor, inputs)
     if mask is None:
         return tensor
@@ -326,7 +326,7 @@ def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]
 
 
 def hide_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
-    """Return the call; if it is cross-attention, all keys are hidden from padded queries."""
+    """Return the call with all keys hidden from padded queries if it is cross-attention, else the call unchanged."""
     mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
     if not call.cross or mask is None or mask.shape != call.query.shape[::2] or bool(mask.all()):
         return call
@@ -335,7 +335,7 @@ def hide_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
 
 
 def iterate_unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> Iterator[Call]:
-    """Yield a call for each sequence with real tokens, padding removed; yield the whole call if there is no padding."""
+    """Yield one call per sequence, without padding; if no token is padding, yield the call for the whole batch."""
     masked = hide_padding(call, inputs)
     for batch, queries, keys in real_parts(masked.allowed, call.query.shape[0], site.part):
         yield call if isinstance(queries, slice) else masked.sequences(batch, queries, keys)
@@ -344,11 +344,11 @@ def iterate_unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> It
 def real_parts(
     allowed: Tensor | None, sequences: int, part: Part
 ) -> Iterator[tuple[list[int], Tensor | slice, Tensor | slice]]:
-    """Yield, for each sequence of a batch, [its index] and the indices of its queries and keys that are not padding.
+    """Yield ([index of a sequence], indices of queries, indices of keys) for each sequence, without padding.
 
     Keys that no query sees are padding. In cross-attention, queries that see no key are padding; in self-attention,
-    queries at the positions of padded keys. Sequences that are all padding are skipped. A batch without padding is
-    yielded whole.
+    queries have the same padding as keys. Sequences that are all padding are skipped. A batch without padding is
+    yielded as one item.
     """
     keys = queries = torch.ones(1, 1, dtype=torch.bool)
     if allowed is not None:
@@ -451,9 +451,9 @@ def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise
 
     Rounding alone can exceed the tolerance in a deep, saturated or half-precision model. If the error exceeds the
     tolerance, the model is measured site by site: each module computes in float64 on the inputs that it has in the
-    unmodified model. This is left out if the model is already in float64, if a module cannot compute in float64, or if
-    two passes of the unmodified model differ by more than the tolerance. `precise` provides the float64 modules; if it
-    is None, the model's own modules are converted one by one.
+    unmodified model. This step is skipped if the model is already in float64, if a module cannot compute in float64, or
+    if two passes of the unmodified model differ by more than the tolerance. `precise` provides the float64 modules; if
+    it is None, the model's own modules are converted one by one.
     """
     error = difference(model, inputs, answer_calls(model, recompute))
     may_be_rounding = error > IDENTITY_TOLERANCE and model.dtype != torch.float64

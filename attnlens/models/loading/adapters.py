@@ -122,8 +122,8 @@ class Adapted:
 def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
     """Merge the adapter into the model's weights in float64, and round the result to the weights' type.
 
-    Raises ModelError if the adapter is of an unsupported kind, does not match the model, or has broken files; after the
-    error, the model must not be used.
+    Raises ModelError if the adapter is of an unsupported kind, does not match the model, or has broken files. The model
+    must not be used after an error.
     """
     import torch
     from safetensors import safe_open
@@ -152,7 +152,7 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
         parameters = {name: model.get_parameter(name) for name in whole}
         originals = {name: parameter.data for name, parameter in parameters.items()}
 
-        # state_dict's keys name the modules to wrap; on meta, a rank of any size takes no memory and no random numbers
+        # state_dict's keys name the modules to wrap; on `meta`, peft allocates no memory and draws no random numbers
         with torch.device("meta"):
             keys = cast("dict[str, Tensor]", low_rank)  # only its keys are read
             tuner = LoraModel(model, config, "default", low_cpu_mem_usage=True, state_dict=keys)
@@ -186,7 +186,7 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
 
 
 def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
-    """Raise ModelError if a changed parameter also has a second name in the model, so that both uses would change."""
+    """Raise ModelError if the adapter changes a parameter that the model also uses under a second name."""
     shared: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared[parameter].append(name)
@@ -198,7 +198,10 @@ def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
 
 
 def _merge_layer(path: str, layer: LoraLayer) -> None:
-    """Add a layer's update to its weight in float64, and round the sum. Raises ModelError for unusable DoRA norms."""
+    """Add a layer's update to its weight in float64, and round the sum to the weight's type.
+
+    Raises ModelError if a DoRA magnitude or row norm is 0 or not finite.
+    """
     base_layer, magnitudes = cast("nn.Linear", layer.get_base_layer()), list(layer.lora_magnitude_vector.parameters())
     dtype = base_layer.weight.dtype
     cast("nn.Module", layer).double()
@@ -227,7 +230,7 @@ def _read_settings(file: Path) -> Json:
 
 
 def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Map names of peft's and the model's parameters to stored names; also return stored names without a parameter."""
+    """Return {parameter name: stored name}, and the stored names that match no parameter of peft or the model."""
     names, unplaced = dict[str, str](), list[str]()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     present = parameters | {path for path, _ in model.named_modules()}
@@ -287,7 +290,7 @@ def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: l
     if differing := sorted({path for path in paths if check_target_module_exists(config, path)} ^ set(modules)):
         problem = f"{file} and the adapter's tensors disagree on whether to adapt {format_names(differing)}."
         raise ModelError(problem, SAY_AGAIN)
-    config.modules_to_save = None  # it was needed only for its exceptions to target_modules
+    config.modules_to_save = None  # needed only above, where it excludes modules from target_modules
     for name in ("rank_pattern", "alpha_pattern"):
         for key in set(values.get(name, ())) - set(modules):
             if all(get_pattern_key([key], path) == path for path in modules):  # without a match, peft returns the path

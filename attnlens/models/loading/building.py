@@ -111,7 +111,7 @@ def check_loaded(
 
 
 def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
-    """Return the names of parameters with NaN or Inf, in the model's order; offloaded ones are loaded one by one."""
+    """Return the names of parameters with NaN or Inf, in the model's order; load offloaded parameters one by one."""
     from transformers.integrations.accelerate import load_offloaded_parameter
 
     return [
@@ -195,10 +195,9 @@ def silence_logging(*names: str) -> Iterator[None]:
 def quiet(place: Location | None = None) -> Iterator[None]:
     """Inside the context, silence progress bars, logs and warnings, block code from the hub, and parse GGUF only once.
 
-    With `place`, old names in its config are accepted, too. Code from the hub is blocked by a patch, because no setting
-    blocks it: if the package `kernels` is installed, RWKV, YOSO and MRA call transformers' get_kernel while they are
-    built, in spite of use_kernels=False and USE_HUB_KERNELS (which is read only when transformers is first imported),
-    and HF_HUB_OFFLINE allows code that was cached earlier.
+    With `place`, old names in the model's config are accepted, too. A patch blocks code from the hub, because RWKV,
+    YOSO and MRA load kernels while they are built, even with use_kernels=False. USE_HUB_KERNELS is read only when
+    transformers is imported, and HF_HUB_OFFLINE allows cached code.
     """
     from transformers.utils import logging
 

@@ -59,7 +59,7 @@ def own_models(model_type: object) -> ModuleType | None:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the part that reads text (the encoder, if two do: MusicGen), or `config` if none does."""
+    """Return the config of the submodel that reads text (the encoder, if there are two), or `config` if none does."""
     try:
         return config.get_text_config()
     except ValueError:  # ambiguous: two parts read text
@@ -278,7 +278,7 @@ def accept_old_names() -> Iterator[None]:
 
 
 def clear_choices(config: object) -> None:
-    """Set a config's CHOICES to None, also in nested configs, because CHOICES can make transformers run remote code."""
+    """Set the fields in CHOICES to None, also in nested configs; they can make transformers run code from the hub."""
     from transformers import PreTrainedConfig
 
     pending, seen = [config], set[int]()
@@ -296,7 +296,7 @@ def clear_choices(config: object) -> None:
 
 
 def sizes(config: Mapping[str, object]) -> Iterator[tuple[str, int]]:
-    """Yield (dotted path, size) for SIZES in a config and its nested configs; with latent attention, not head_dim."""
+    """Yield (dotted path, value) for each integer field in SIZES, also in nested configs."""
     # latent attention has separate head sizes, and head_dim can then be 0 (GLM 5)
     is_latent = any(path.endswith("qk_nope_head_dim") for path, _ in fields(config))
     names = SIZES - {"head_dim"} if is_latent else SIZES

@@ -1,4 +1,4 @@
-"""Read GGUF files as llama.cpp does: the header, attention settings that transformers ignores, and single tensors."""
+"""Read GGUF files: the header, attention settings that transformers ignores, and single tensors."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Settings:
         self._apply_rotation(config)
 
     def _set_attribute(self, config: PreTrainedConfig, name: str) -> None:
-        """Set the config's attributes for this field. Raises ModelError if a value other than 0 has no attribute."""
+        """Set the config's attributes for this field. Raises ModelError if there are none and the value is not 0."""
         value = self._number(name, 0.0) and self.fields[name]
         attributes = [attribute for attribute in ATTRIBUTES[name] if hasattr(config, attribute)]
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
@@ -211,7 +211,7 @@ class Settings:
                 continue
             actual = table.detach().double().cpu().numpy()
             expected = self._frequencies(actual.size, local="sliding" in name)
-            # transformers computes inv_freq in float32: powers and quotients are rounded by a few times 6e-8
+            # transformers computes inv_freq in float32, with a relative rounding error of a few times 6e-8
             if expected.shape != actual.shape or not numpy.allclose(actual, expected, rtol=1e-5, atol=1e-12):
                 rope = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
                 settings = ", ".join([*rope, *self.factors]) or "no rotation"
@@ -222,13 +222,13 @@ class Settings:
         return ModelError(f"{self.path} {problem}.", SAY_SAFETENSORS)
 
     def _require(self, name: str, is_supported: bool) -> None:
-        """Raise ModelError, with the name and value of the field, unless `is_supported`."""
+        """Raise ModelError with the name and value of the field unless `is_supported`."""
         if not is_supported:
             setting = f"{shorten_text(f'{self.architecture}.{name}')} = {format_value(self.fields[name])}"
             raise self._refusal(f"sets {setting}, which transformers' model does not support")
 
     def _number(self, name: str, default: float) -> float:
-        """Return a field or, if absent, `default` as a number. Raises ModelError unless it is finite and at least 0."""
+        """Return a field (or `default` if absent) as a number. Raises ModelError unless it is finite and at least 0."""
         value = self.fields.get(name, default)
         number = float(value) if isinstance(value, int | float) else math.nan
         self._require(name, 0 <= number < math.inf)
@@ -296,7 +296,7 @@ class Settings:
             config.original_max_position_embeddings = rotation["original_max_position_embeddings"]
 
     def _frequencies(self, count: int, *, local: bool) -> NDArray[numpy.float64]:
-        """Compute llama.cpp's `count` rotary frequencies (in sliding layers if `local`); [] for invalid settings."""
+        """Compute `count` rotary frequencies by llama.cpp's rules, for sliding layers if `local`; [] if invalid."""
         base, kind, factor = self._number("rope.freq_base", 10000.0), *self._scaling
         if local:
             base = self._number("rope.freq_base_swa", 10000.0 if self.architecture == "gemma3" else base)
@@ -331,7 +331,7 @@ def _head_dim(config: PreTrainedConfig) -> int:
 
 
 class GgufFiles(TensorFiles):
-    """The tensors of a GGUF file under their names in the model, decoded one by one with transformers' conversions."""
+    """Tensors of a GGUF file, named as in the model, and decoded one by one with transformers' code."""
 
     def __init__(self, path: Path, header: Header, config: PreTrainedConfig, class_: type[PreTrainedModel]) -> None:
         import torch
@@ -364,7 +364,7 @@ class GgufFiles(TensorFiles):
         self.stored, self.ignored = {name: Stored(shapes[name], "F32") for name in self._entries}, ignored
 
     def spans(self, names: Iterable[str]) -> list[tuple[LocalFile | RemoteFile, int, int]]:
-        """Return (file, offset, size in bytes) of each piece of data from which these tensors are made."""
+        """Return (file, offset, size in bytes) of each stored part of these tensors."""
         entries = [entry for name in names for entry in self._entries[name]]
         return [(self._file, self._start + entry.offset, entry.nbytes) for entry in entries]
 

@@ -1,4 +1,4 @@
-"""Find the files of a model by its name (`demo`, a folder, a weight file, a hub id), and check if they can be read."""
+"""Find the files of a model by name (`demo`, a folder, a weight file or a hub id), and check that they are readable."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -> Iterator[None]:
-    """Convert every library error inside the context to the class `kind` or, if memory is short, to ModelError.
+    """Convert every error of a library inside the context to `kind`, or to ModelError if there is not enough memory.
 
     Libraries raise arbitrary types for malformed files: the package `tokenizers` raises bare Exception, and its Rust
     panics derive only from BaseException.
@@ -120,12 +120,12 @@ def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -
 
 
 def check_endpoint() -> None:
-    """Raise ModelError if HF_ENDPOINT is not a valid address, since huggingface_hub then fails when it is imported."""
+    """Raise ModelError if HF_ENDPOINT is not a valid address, because importing huggingface_hub would then fail."""
     _address(os.environ.get("HF_ENDPOINT") or "", "HF_ENDPOINT")
 
 
 def reachable(endpoint: str) -> bool:
-    """Return True if `endpoint` or its proxy accepts connections in PATIENCE s. Raises ModelError for a bad address."""
+    """Return True if `endpoint` or its proxy accepts a connection in time. Raises ModelError for an invalid address."""
     parts, _ = _address(endpoint, "HF_ENDPOINT")
     proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
     target, port = _address(proxy or endpoint, f"{parts.scheme}_proxy" if proxy else "HF_ENDPOINT")
@@ -144,7 +144,10 @@ def reachable(endpoint: str) -> bool:
 
 
 def _address(text: str, variable: str) -> tuple[SplitResult, int]:
-    """Parse an address and its port. Error messages omit the address, since it can contain a password."""
+    """Return the parts and the port of an address; raise ModelError if it is invalid.
+
+    The message names `variable` instead of the address, because an address can contain a password.
+    """
     try:
         parts = urlsplit(text if "://" in text else f"//{text}")
         port = parts.port
@@ -220,7 +223,7 @@ def describe_placeholder(path: Path) -> tuple[str, str] | None:
 
 
 def read_json(path: Path) -> Json:
-    """Read the JSON object in a model's file. Raises ModelError if the file can't be read or contains anything else."""
+    """Read the JSON object in a model's file. Raises ModelError if the file can't be read or is not a JSON object."""
     try:
         return read_object(path, ModelError, SAY_AGAIN)
     except ModelError:
@@ -248,7 +251,7 @@ def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
 def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
     """Return a weight file's path. Raises ModelError unless the path is a readable regular file.
 
-    Placeholders such as Git LFS pointers are refused, and links out of `folder` unless `may_lead_out` is True.
+    Placeholders such as Git LFS pointers are refused. Links out of `folder` are refused unless `may_lead_out` is True.
     """
     path = folder / name
     if not is_there(path, SAY_READABLE):
@@ -263,11 +266,10 @@ def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
 
 
 def check_entries(folder: Path, names: Iterable[str], *, adapter_too: bool = False, gguf: bool = False) -> None:
-    """Raise ModelError for unsafe entries that transformers would open next to the weights.
+    """Raise ModelError for files next to the weights that transformers must not open.
 
-    An adapter (unless `adapter_too`) and a distributed checkpoint are unsafe. Files that are not regular (reading a
-    named pipe would block), that link out of the folder, or that are too large are unsafe, too, unless the weights are
-    GGUF, which includes config and tokenizer.
+    These are an adapter (unless `adapter_too`) and a distributed checkpoint. For weights other than GGUF, which
+    includes config and tokenizer, these are also files that are not regular, link out of the folder or are too large.
     """
     for name in sorted(names):
         path = folder / name
@@ -378,7 +380,7 @@ class Location:
 
     @property
     def notes(self) -> list[str]:
-        """[sentence on unread weights in the folder]; [] if there are none, for remote weights, or if `trusts_link`."""
+        """List with a note on unread weights in the folder, if any; empty for remote weights, and if `trusts_link`."""
         if self.trusts_link or self.urls:
             return []
         read = {self.file, *(file.name for file in self.weights)}
@@ -413,9 +415,9 @@ def find(
 ) -> Location:
     """Locate the model `name`: `demo`, a path, or a hub id (`org/name@revision`), tried in this order.
 
-    With `leave_weights`, safetensors weights on the hub are not downloaded; cached ones are used. Raises
-    ModelError if no such model exists, or if it has no readable weights; UsageError for a revision of `demo` or of a
-    path, and for two different revisions.
+    With `leave_weights`, safetensors weights on the hub are not downloaded, but cached weights are used. Raises
+    ModelError if no such model exists, or if it has no readable weights. Raises UsageError for a revision of `demo` or
+    of a path, and for two different revisions.
     """
     path = DEMO if name == "demo" else with_home(name)
     if name.startswith("demo@"):
@@ -512,7 +514,7 @@ def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH)
 
 
 def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:
-    """Return the weights' format (safetensors, GGUF, allowed pickle) and their file or index, or raise ModelError."""
+    """Return the format of the weights and the name of their file or index. Raises ModelError if none can be read."""
     for file in (SINGLE, SHARDED):
         if file in names:
             return "safetensors", file
@@ -556,7 +558,7 @@ def _is_gguf(name: str) -> bool:
 
 
 def _refuse_lone_shards(names: Iterable[str], where: str) -> None:
-    """Raise ModelError if one of these files is a shard; callers have found no index that lists it."""
+    """Raise ModelError if one of these files is a shard; the caller checks that no index lists it."""
     for name in names:
         if (match := SHARD.search(name)) and int(match[1]) > 1:
             index = SHARDED if match[2] == "safetensors" else PICKLES[1]

@@ -30,7 +30,7 @@ GIB = 2**30
 
 
 def free_memory() -> int | None:
-    """Return how many bytes this process can still allocate; if no limit is known, the size of the RAM, or None."""
+    """Return the number of bytes that this process can still allocate. If unknown, return the RAM's size or None."""
     limits = [1024 * size for size in _counts(MEMINFO, "MemAvailable:")]
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -67,7 +67,7 @@ def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device called `name`; `auto` is the first available of cuda, mps, cpu. Raises ModelError if absent."""
+    """Return the device `name`; `auto` is the first available of cuda, mps, cpu. Raises ModelError if it is missing."""
     import torch
 
     counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
@@ -80,7 +80,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def check_device_map(options: Mapping[str, object]) -> None:
-    """Raise UsageError if arguments of `load` contradict device_map, or if max_cpu_memory is given without it."""
+    """Raise UsageError if options of `load` contradict device_map, or if max_cpu_memory is set without device_map."""
     SpreadRequest.model_validate({name: options[name] for name in SpreadRequest.model_fields})
     if options["device_map"] is None and options["max_cpu_memory"] is not None:
         raise UsageError("max_cpu_memory requires device_map.", "Add device_map='auto' (--device spread).")

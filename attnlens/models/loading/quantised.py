@@ -1,8 +1,8 @@
 """Decode weights stored as codes with scales: fp8, mxfp4, GPTQ, AWQ, compressed-tensors, bitsandbytes.
 
-W = (codes − zeros) · scales, in the layout of each method. Only mxfp4 is decoded by transformers. The library's
-decoder for fp8 guesses block sizes and rejects smaller blocks at an edge; its other decoders need a GPU, or packages
-that attnlens does not require.
+W = (codes − zeros) · scales, in the layout of each method. Only mxfp4 is decoded with transformers, whose decoder for
+fp8 guesses block sizes and rejects smaller blocks at an edge. The other decoders need a GPU, or packages that attnlens
+does not require.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CodedWeight:
             return self.scheme.decode(Parts({part: read(name) for part, name in self.parts.items()}), self.settings)
 
     def shape(self, stored: Mapping[str, Stored], read: Callable[[str], Tensor]) -> tuple[int, ...]:
-        """Return the weight's shape, found from its tensors' shapes or from a tensor that `read` returns."""
+        """Return the weight's shape, derived from its tensors' shapes or read from a tensor with `read`."""
         with foreign(self.problem, SAY_UNQUANTISED):
             parts = Parts({part: stored[name] for part, name in self.parts.items()})
             return self.scheme.shape(parts, lambda part: read(self.parts[part]))
@@ -234,7 +234,7 @@ def decode_awq(parts: Parts[Tensor], settings: Settings) -> Tensor:
 def _decode_transposed(
     codes: Tensor, zeros: Tensor, scale: Tensor, settings: Settings, index: Tensor | None = None
 ) -> Tensor:
-    """Compute ((codes − zero) · scale)ᵀ, where codes have one row per input; zeros and scales have one row per group.
+    """Compute ((codes − zero) · scale)ᵀ, where codes have one row per input, and zeros and scales have one per group.
 
     `index` is the group of each input; None means that groups are consecutive runs of inputs.
     """

@@ -135,7 +135,7 @@ def batches(
     apart_from: Batches | None = None,
     skip_noise: int = 0,
 ) -> Batches:
-    """Build the inputs of `loaded` from the texts, without the windows of `apart_from`, which is cut in the same way.
+    """Build a model's inputs from the texts. Leave out the windows of `apart_from`, which is cut with the same options.
 
     A model of pixels or sound gets files or, if there are none, noise that skips the first `skip_noise` random draws;
     its decoder, or CLIP's text encoder, gets the texts. Raises TextError if a text or file is unsuitable or if there is
@@ -187,7 +187,7 @@ def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) ->
         raise UsageError(problem, "Give the same number of files of each kind.")
     count = next(iter(counts.values()), None)
     if count is not None and count > most:
-        problem = f"Each sequence uses one file, but {count} files are more than --windows {most}."
+        problem = f"Each sequence uses one file, but there are {count} files for --windows {most}."
         raise UsageError(problem, f"Give --windows {count}.")
     return count
 
@@ -202,7 +202,7 @@ def _checked_media(loaded: Loaded) -> media.Media:
 
 
 def reads_text(loaded: Loaded) -> bool:
-    """Return True if any part of the model reads token ids (as Whisper's decoder and CLIP's text encoder do)."""
+    """Return True if any part of the model reads token ids, such as Whisper's decoder or CLIP's text encoder."""
     return sequences.reads_ids(loaded.model) or sequences.decodes_text(loaded.model)
 
 

@@ -358,7 +358,7 @@ def _parameters(model: PreTrainedModel) -> dict[str, str]:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Inside the `with`, raise MemoryError if more than MEMORY bytes are added. There is no limit outside Linux."""
+    """On Linux, make allocations inside the `with` fail if they exceed MEMORY bytes in total."""
     try:
         from resource import RLIM_INFINITY, RLIMIT_AS, getpagesize, getrlimit, setrlimit
 
@@ -382,7 +382,7 @@ def _input_name(model: PreTrainedModel, modality: Modality) -> str:
 
 
 def setting(model: PreTrainedModel, *names: str) -> Any:  # settings of config.json have any type
-    """Return the first of these settings in the model's config or, by level, in nested configs; None if absent."""
+    """Return the first of these settings in the config or, level by level, in nested configs; None if absent."""
     level: list[object] = [model.config]
     while level:
         values = [value for config in level for name in names if (value := getattr(config, name, None)) is not None]
@@ -393,7 +393,7 @@ def setting(model: PreTrainedModel, *names: str) -> Any:  # settings of config.j
 
 
 def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return a modality's placeholder id, and how many placeholders `inputs` need; (0, 0) without placeholders."""
+    """Return the id and the number of placeholders for `inputs`; (0, 0) if the model uses no placeholders."""
     token, method = setting(model, f"{modality}_token_id", f"{modality}_token_index"), f"get_{modality}_features"
     owners = [part for part in model.modules() if hasattr(part, method)]
     if token is None or not owners:
@@ -411,7 +411,7 @@ def _failure(error: Exception) -> str:
 
 
 def placeholder_ids(model: PreTrainedModel) -> set[int]:
-    """Return the ids of placeholders, each of which stands for a part of an image or sound."""
+    """Return the token ids that are placeholders for images or sounds."""
     names = [f"{modality}_token_{suffix}" for modality in INPUTS for suffix in ("id", "index")]
     return {token for name in names if (token := setting(model, name)) is not None}
 

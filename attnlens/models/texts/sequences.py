@@ -118,9 +118,10 @@ class Content:
 
 
 def read(path: str, *, offline: bool = False) -> Content:
-    """Read a file, standard input (`-`) or rows of a dataset (`datasets:NAME`); of JSON rows, the text or content.
+    """Read a file, standard input (`-`) or rows of a dataset (`datasets:NAME`).
 
-    Raises TextError if the text can't be read, and UsageError if the package `datasets` is needed but not installed.
+    JSON rows are read from their field `text` or `content`. Raises TextError if the text can't be read, and UsageError
+    if the package `datasets` is needed but not installed.
     """
     if (rows := dataset_rows(path)) is not None:
         return read_rows(rows, most=LONGEST, offline=offline)
@@ -331,7 +332,7 @@ def foreign_notes(shares: Mapping[str, float], least: float = NOTABLE) -> list[s
 
 
 def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
-    """Return how many of `wanted` windows each text gets, as equally as the `available` numbers of windows allow."""
+    """Return the number of windows per text: `wanted` in all, divided as equally as `available` windows allow."""
     turns = sorted((turn, text) for text, most in enumerate(available) for turn in range(min(most, wanted)))
     counts = Counter(text for _, text in turns[:wanted])
     return [counts[text] for text in range(len(available))]
@@ -438,7 +439,7 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Return how many positions the model has; None if unknown, or if positions are relative and unbounded (T5)."""
+    """Return the maximum number of positions; None if unknown, or if positions are relative and unbounded (T5)."""
     config = text_config(model.config)
     if hasattr(config, "relative_attention_num_buckets"):
         return None
@@ -471,9 +472,9 @@ def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterato
 
 
 RUN = 32
-"""Least length in tokens (10 to 25 words) of a repeated run that is not a coincidence: the halves of the demo's text,
-a single book, share no run of 12 tokens."""
-LEAST = 8  # least length of a line that counts as shared: the halves of that text share 1 to 7 % of runs of 8 tokens
+"""Minimum length in tokens (10 to 25 words) of a repeated run that is not a coincidence: the two halves of the demo's
+text, a single book, share no run of 12 tokens."""
+LEAST = 8  # minimum length of a line that counts as shared: those halves share 1 to 7 % of their runs of 8 tokens
 MOST_SHARED = 0.1
 """Largest share of evaluated tokens that can occur in the calibration text for a measurement to count as held out. In
 the worst case, the loss of shared tokens is 0. A tenth of the tokens then hides a tenth of the measured effect, which

@@ -1,4 +1,4 @@
-"""Find the prediction task of a model, and add to its inputs the targets of its predictions."""
+"""Find a model's prediction task, and the targets of its predictions."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def logits_of(result: Any) -> Float[Tensor, "batch ..."]:
 def of_text(
     logits: Float[Tensor, "batch positions classes"], targets: Int[Tensor, "batch tokens"], *, sees: bool
 ) -> Float[Tensor, "batch tokens classes"]:
-    """Return the logits of the text's tokens: the last positions if images come first (`sees`), else the first."""
+    """Return the logits of the text's tokens: those at the end if images come first (`sees`), else at the beginning."""
     count = targets.shape[1]
     return logits[:, -count:] if sees else logits[:, :count]
 

@@ -138,7 +138,7 @@ class Probe:
 
     @cached_property
     def alike(self) -> Call:
-        """The call for one sequence of a repeated token or, if that fails, for as many sequences as were captured."""
+        """The call for one sequence of a repeated token or, if that fails, for the captured number of sequences."""
         try:
             return self(*self.random(1, seed=ALIKE))
         except UnreadableError:  # the module's masks may be made for the captured number of sequences
@@ -183,7 +183,7 @@ Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextMa
 def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ...]) -> list[str]:
     """Return the names of all buffers, and of the parameters on which the module's queries and keys depend.
 
-    Gradients show these parameters even if no values are loaded yet, so that other projections are never loaded.
+    Gradients identify these parameters before any values are loaded, so that no other parameters need be loaded.
     """
     parameters, buffers = dict(target.module.named_parameters()), dict(target.module.named_buffers())
     leaves = {name: part.detach().requires_grad_() for name, part in parameters.items() if part.is_floating_point()}
@@ -327,7 +327,7 @@ def match_columns(
 ) -> list[Match] | None:
     """Express each column of `vectors`, (draws, columns), as a multiple of a weight row's product with a multiplicand.
 
-    Return None if this fails for any column.
+    Return matches that together contain all columns, or None if any column has no match.
     """
     if not bool(vectors.isfinite().all()):
         return None
@@ -416,9 +416,9 @@ def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "he
 
 
 def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, rows: Tensor) -> Match | None:
-    """Match each column to the row with the most similar direction; keep the columns that equal it up to a factor.
+    """Match each column to the row with the most similar products; return the columns proportional to these products.
 
-    Return None if the first column is not a multiple of its row's products.
+    Return None if the first column is not proportional to the products of its row.
     """
     values, down = multiplicand
     products = values @ rows.mT
@@ -431,7 +431,7 @@ def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, ro
 
 
 def most_similar_rows(vectors: Tensor, products: Tensor) -> Int[Tensor, " columns"]:
-    """Return, for each column, the index of the row whose products are most similar in direction, up to sign."""
+    """Return, for each column, the index of the row whose products have the most similar direction, up to sign."""
     directions = nn.functional.normalize(products, dim=0)
     return torch.cat([(part.mT @ directions).abs_().argmax(1) for part in torch.split(vectors, AT_ONCE, dim=1)])
 

@@ -1,4 +1,4 @@
-"""Compute the factors of each head's matrix M from its module's weights, and the rotation of its queries and keys."""
+"""Compute W_Q and W_K of each head from the weights of attention modules, and the rotation of queries and keys."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a site's weights that reports need, without the weights themselves."""
+    """Properties of a site's queries and keys, for reports."""
 
     rotary: bool  # True if queries and keys are rotated by their position
     qk_norm: bool  # True if queries and keys are normalised per token
@@ -63,7 +63,7 @@ class Factors:
     root mean square rms(c), and a(x) > 0, a head's score is a(x) · [x M_n yᵀ / rms(c) + x M_r(j − i) yᵀ]. The part
     without positions (nope) has M_n = s W_DQ g_Q W_UQ W_UKᵀ g_K W_DKVᵀ, and the rotated part (rope) has M_r(Δ) = s W_DQ
     g_Q W_QR R(−Δ) W_KRᵀ. Their sum is not a bilinear form, since rms(c) depends on the key, but each part is bilinear
-    up to positive factors. Measures weights.* use M_n.
+    up to positive factors. The measures weights.* use M_n.
     """
 
     site: Site
@@ -84,7 +84,7 @@ class Factors:
 
     @property
     def traits(self) -> Traits:
-        """The properties of these factors that reports need."""
+        """Properties of these factors, for reports."""
         biased = bool(self.maps.query_bias.any() or self.maps.key_bias.any())
         return Traits(self.rotation is not None, self.qk_norm, self.latent, biased)
 
@@ -150,8 +150,7 @@ DIRECTION = "positions do more than rotate queries and keys"
 class Turns:
     """Rotations of a model's sites, fitted at the first site of each kind (the leader).
 
-    Each later site of the same kind reuses the leader's rotation if that rotation fits the site; else the site gets its
-    own.
+    Later sites of the same kind use the leader's rotation if it fits; otherwise a rotation is fitted to the site.
     """
 
     fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
@@ -189,7 +188,7 @@ def _positions(target: SiteCall) -> list[Tensor]:
 
 
 def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
-    """Return True if `rotation`, or None, describes how position changes the queries and keys of a repeated token."""
+    """Return True if `rotation` (or none, if None) is how queries and keys of a repeated token vary with position."""
     parts = [unit(part) if norms else part for part in _sides(probe.alike)]
     if rotation is None:
         return not any(map(_changes_with_position, parts))
@@ -201,8 +200,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 
     Return None if positions have no effect or only add a vector, or if there is a single position. Under QK-norm, R is
     fitted without the gains, because a gain of 0 hides the rotation of its coordinate, and then checked with the gains.
-    Raises UnreadableError if positions do more than rotate queries and keys, or more than add a vector in
-    cross-attention.
+    Raises UnreadableError if positions have any other effect or, in cross-attention, rotate queries or keys.
     """
     if math.prod(probe.shapes[0][1:-1]) < 2:
         return None
@@ -281,8 +279,8 @@ def fit_rotation(query: Rows, key: Rows, rounding: float) -> Rotation:
 def _find_pairs(rows: Rows) -> Int[Tensor, "pairs 2"]:
     """Find the pairs (a, b) of coordinates that rotate together: x_i[a] is a linear combination of x_0[a] and x_0[b].
 
-    By least squares, the right partner b explains all of x_i[a] that x_0[a] does not; a wrong partner explains little.
-    Raises UnreadableError if the pairs overlap.
+    In a least-squares fit, the right partner b explains the whole residual of x_i[a] given x_0[a]; other coordinates
+    explain little of it. Raises UnreadableError if the pairs overlap.
     """
     start = rows[:, 0]
     later = rows[:, torch.linspace(1, rows.shape[1] - 1, min(rows.shape[1] - 1, POSITIONS)).long()]
@@ -306,7 +304,7 @@ def _find_pairs(rows: Rows) -> Int[Tensor, "pairs 2"]:
 
 
 def _overlaps(part: Rows, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ conj(w_0) w_i (see `fit_rotation`), (positions, pairs); and True for each pair longer than rounding."""
+    """Return Σ conj(w_0) w_i (see `fit_rotation`), (positions, pairs), and a mask of pairs that exceed rounding."""
     turning = torch.complex(part[..., pairs[:, 0]], part[..., pairs[:, 1]])
     overlaps = (turning[:, :1].conj() * turning).sum(0)
     lengths = overlaps[0].abs()
@@ -359,8 +357,8 @@ def factors(
     as the rotations must cover. Random inputs test whether the maps are affine. Norms inside the module are applied
     with their gains, but without the positive scalar per token; under QK-norm, only directions are checked. All
     computations are in float64, on the weights of one module at a time. `chosen` contains the indices of the sites to
-    read (None: all). A rotation is fitted at the first site of its kind, even if this site is not chosen, and stored in
-    `turns`. `present` loads the weights of a model that is not in memory.
+    read (None: all). Rotations are fitted at the first site of each kind, even if that site is not chosen, and stored
+    in `turns`. `present` loads the weights of a model that is not in memory.
     """
     turns = Turns() if turns is None else turns
     kinds = [_kind(target) for target in window]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a parameter that form the matrix of a role."""
+    """The rows of a parameter that form the matrix of queries, keys or values."""
 
     name: str  # name of the parameter within the module
     index: Int[Tensor, "heads size"]  # indices of the rows, by head
@@ -111,7 +111,7 @@ def _find_rows(vectors: Tensor, x: Tensor, candidates: Mapping[str, Tensor]) -> 
 
 
 def _find_gains(probe: Probe, inputs: tuple[Tensor, Tensor], units: Norms, before: Call) -> Iterator[tuple[str, str]]:
-    """Yield (role, name of the norm) for each norm that multiplies queries or keys."""
+    """Yield (role, name of the norm) for each norm that scales the module's queries or keys."""
     names = {module: name for name, module in probe.target.module.named_modules()}
     for module in units:
         doubled = {other: replace(norm, gain=norm.gain * (1 + (other is module))) for other, norm in units.items()}
@@ -246,8 +246,8 @@ def norm_offsets(block: nn.Module) -> Iterator[tuple[str, float]]:
 def _find_output(block: nn.Module, module: nn.Module, roles: Roles, names: Collection[str]) -> tuple[str, bool] | None:
     """Return the name of W_O in the block, and True if its rows are inputs; None if no tensor of `names` can be W_O.
 
-    W_O is the matrix of the right shape, without another role, inside the module; if there is none, the matrix in the
-    block whose path has most in common with the module's path.
+    W_O is the first unused matrix of the right shape, in the order: tensors of the module, then other tensors of the
+    block, by the length of the path that they share with the module.
     """
     taken = {module.get_parameter(rows.name) for rows in roles.rows.values()}
     width = roles.rows["query"].index.shape[0] * roles.rows["value"].index.shape[1]
