@@ -96,7 +96,7 @@ class PositionScores(nn.Module):
             self.place = _projection(d_model)
 
     def forward(self, query: Split, keys: int, scale: float) -> Added:
-        """Compute the scores of `query` = f W_Q for `keys` keys, with s = `scale`. The batch size is 1 without f."""
+        """Compute the scores, (batch or 1, heads, queries, keys), for `query` = f W_Q and s = `scale`."""
         queries = query.shape[2]
         if self.place is not None:
             projected = self._project(self.place, query, 0, max(queries, keys))
@@ -120,9 +120,9 @@ OWN = "eager"  # name of transformers' implementation under which KernelAttentio
 class KernelAttention(nn.Module):
     """Attention Σ_j k(x_i, x_j)/Σ_j k(x_i, x_j) · v(x_j) W_O over the allowed j, per head (Tsai et al. 2019, Def. 1).
 
-    x = (f, t): features and positions, combined according to `form`. If the configuration names an attention
-    implementation other than OWN, as it does while attnlens watches or replaces attention, that implementation computes
-    the softmax of log k, which it receives as products of transformed queries and keys.
+    x = (f, t) combines features and positions according to `form`. While attnlens watches or replaces attention, the
+    configuration names an attention implementation other than OWN. That implementation computes the softmax of log k,
+    which it receives as products of transformed queries and keys.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Stack(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Token embeddings, which are rows of √d_model · E, and next-token logits h Eᵀ of features h, with the same E."""
+    """Token embeddings (rows of √d_model · E) and next-token logits (h Eᵀ for features h), with a shared matrix E."""
 
     def __init__(self, size: int, d_model: int) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class Classifier(nn.Module):
 
 
 class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
-    """Sizes of a small transformer, and the form of its attention: a dictionary with the fields of `AttentionForm`."""
+    """Sizes of a small transformer, and the form of its attention as a dictionary (see `AttentionForm`)."""
 
     model_type = KERNEL_TRANSFORMER
 

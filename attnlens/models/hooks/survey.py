@@ -60,7 +60,7 @@ UNTRACED = "it does not multiply values by a softmax of query–key products"
 
 @dataclass(frozen=True)
 class SiteCall:
-    """A site that a forward pass reached, with the call of the site's module."""
+    """A site reached by a forward pass, with the call of the site's module."""
 
     site: Site
     module: nn.Module
@@ -79,7 +79,7 @@ class SiteCall:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Permutation of the axes of the module's inputs to (batch, tokens, …, d_model); the identity if none fits."""
+        """Permutation of the inputs' axes that gives (batch, tokens, …, d_model); the identity if none fits."""
         hidden, query = self.arguments[self.input_name], self.call.query
         usual = tuple(range(hidden.dim()))
         for axes in (usual, (1, 0, *usual[2:]), (0, *usual[2:], 1)) if hidden.dim() > 2 else ():
@@ -184,7 +184,7 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
 
 @contextmanager
 def finite_weights(model: PreTrainedModel) -> Iterator[bool]:
-    """Inside the `with`, set weights that are NaN or infinite to 0; yield True if there are any."""
+    """Inside the `with`, set NaN and infinite weights to 0; yield True if there are any."""
     replaced = [
         (weight.data, places, weight.data[places])
         for weight in model.parameters()
@@ -211,7 +211,7 @@ def number_within_parts(sites: Sequence[Site]) -> list[Site]:
 
 
 def _layer_numbers(sites: Sequence[Site]) -> Sequence[int]:
-    """Return the layer numbers in the module paths of one part's sites; if they are ambiguous, count sites from 0."""
+    """Return the layer number in the path of each site or, if these numbers are ambiguous, 0, 1, 2 …"""
     indices = [tuple(int(name) for name in site.path.split(".") if name.isdecimal()) for site in sites]
     if len({len(index) for index in indices}) > 1:
         return range(len(sites))
@@ -265,7 +265,7 @@ def _is_floating(value: object) -> bool:
 
 
 def as_float64(value: Any, device: torch.device | None = None) -> Any:
-    """Convert floating-point and complex tensors, also nested ones, to double precision; move tensors to `device`."""
+    """Convert floating-point and complex tensors in a nested value to double precision; move tensors to `device`."""
     if isinstance(value, Tensor):
         value = value if device is None else value.to(device)
         wide = torch.complex128 if value.is_complex() else torch.float64
@@ -276,7 +276,7 @@ def as_float64(value: Any, device: torch.device | None = None) -> Any:
 
 
 def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Remove padding: return (real tokens, …) for a tensor (batch, tokens, …), or the tensor itself if no mask fits."""
+    """Remove padding from a tensor (batch, tokens, …); return (real tokens, …), or the tensor itself without a mask."""
     mask = _padding_mask(tensor, inputs)
     if mask is None:
         return tensor
@@ -284,7 +284,7 @@ def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return a float32 mask (batch, tokens) for a (batch, tokens, …) tensor: 0 at masked padding, otherwise 1."""
+    """Return a float32 mask, (batch, tokens), for a tensor (batch, tokens, …): 0 at padding, otherwise 1."""
     mask, ones = _padding_mask(tensor, inputs), tensor.new_ones(tensor.shape[:2], dtype=torch.float32)
     return ones if mask is None else mask.to(ones)
 
@@ -362,7 +362,7 @@ def real_parts(
 
 
 def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """Return (path, module), in execution order, of each module that runs once and is in an outermost ModuleList."""
+    """Return (path, module) of the elements of outermost ModuleLists that run exactly once, in execution order."""
     in_lists: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in in_lists.values()):
@@ -395,7 +395,7 @@ def place_of(site: Site, blocks: Sequence[tuple[str, nn.Module]]) -> int | None:
 
 @contextmanager
 def replay_outputs(blocks: Sequence[tuple[str, nn.Module]], outputs: Mapping[str, object]) -> Iterator[None]:
-    """Inside the `with`, make `blocks` return the outputs recorded under their paths instead of running."""
+    """Inside the `with`, make `blocks` return their recorded outputs instead of running."""
     for path, block in blocks:
         block.forward = lambda *_args, _output=outputs[path], **_kwargs: _output
     try:
@@ -473,7 +473,7 @@ def recompute(call: Call) -> Tensor:
 
 
 def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise) -> float:
-    """Return the largest relative error over sites, measured on the inputs of their modules in one unmodified pass."""
+    """Return the largest relative error over sites, measured on inputs from one pass of the unmodified model."""
     waiting = defaultdict[nn.Module, list[SiteCall]](list)
     for target in survey(model, inputs):
         waiting[target.module].append(target)
@@ -534,7 +534,7 @@ def widen(model: PreTrainedModel, target: SiteCall) -> Iterator[tuple[PreTrained
 
 
 def _stop_upcasting(module: nn.Module) -> list[nn.Module]:
-    """Turn off forced float32 attention (GPT-2's `reorder_and_upcast_attn`); return the modules that had it on."""
+    """Turn off forced float32 attention (GPT-2's `reorder_and_upcast_attn`); return the changed modules."""
     upcasting = [part for part in module.modules() if getattr(part, "reorder_and_upcast_attn", False)]
     for part in upcasting:
         part.reorder_and_upcast_attn = False  # type: ignore[assignment]  # torch types every attribute a tensor
@@ -551,7 +551,7 @@ def allow_float64(model: PreTrainedModel) -> None:
 
 
 def as_dtype(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Convert the floating-point tensors among the inputs (pixels, audio features) to `dtype`."""
+    """Convert floating-point inputs (pixels, audio features) to `dtype`."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
 

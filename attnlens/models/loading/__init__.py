@@ -169,7 +169,7 @@ def _load_into_memory(
 
 
 def _load_spread(place: Location, stored: Mapping[str, Stored], dtype: str, max_cpu_memory: str | None) -> Loaded:
-    """Load the model spread over all devices; `shapes` of the result is the same model with only shapes.
+    """Load the model spread over all devices; in the result, `shapes` is the same model without weight values.
 
     Raises ModelError unless the weights are unquantised safetensors.
     """

@@ -96,7 +96,7 @@ class Adapted:
 
     @contextmanager
     def remove_adapter(self, model: PreTrainedModel, path: str) -> Iterator[bool]:
-        """In the context, undo the merge in the module at `path`, in float64; yield True if any weight is restored.
+        """Inside the context, undo the merge in the module at `path` in float64; yield True if any weight is restored.
 
         peft computes the base weight W = W'/D − s·BA from the rounded merged weight W', the adapter's update s·BA and
         DoRA's factors D (1 without DoRA), so that W'/D − W has exactly the adapter's rank.
@@ -252,7 +252,7 @@ def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> 
 
 @contextmanager
 def _limit_matching() -> Iterator[None]:
-    """Inside the `with`, raise TimeoutError if an expression is too long or if matching takes over SECONDS in total."""
+    """Inside the `with`, raise TimeoutError if a module pattern is too long or if all matching exceeds SECONDS."""
     compiled, spent = cache(regex.compile), 0.0  # peft matches thousands of expressions, too many for regex's own cache
 
     def match(method: str, expression: str, path: str) -> object:
@@ -281,8 +281,10 @@ def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: l
 
     paths = [path for path, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D | nn.Embedding)]
     if lacking := sorted(set(modules) - set(paths)):
-        problem = f"The adapter in {file.parent} changes {format_names(lacking)}, not found among this model's linear "
-        raise ModelError(f"{problem}layers and embeddings. It was trained on a different base model.", say_base)
+        problem = (
+            f"The adapter in {file.parent} was trained on another base model: it changes {format_names(lacking)}, "
+        )
+        raise ModelError(f"{problem}but this model has no such linear layer or embedding.", say_base)
     values = {name: value for name, value in settings.items() if name in {*NAMING, *APPLIED, "modules_to_save"}}
     if values.get("target_modules", "all-linear") == "all-linear":
         values["target_modules"] = modules

@@ -233,7 +233,7 @@ SPARE, SPARE_BUFFERS, SPARE_PARTS = 2**24, 2**28, 2**12
 
 @contextmanager
 def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None]:
-    """Raise ModelError inside the context if a model built on the meta device becomes too large for its files."""
+    """Raise ModelError inside the context if a model built on the meta device becomes far larger than its files."""
     from torch import Tensor
     from torch.nn.modules import module
 
@@ -267,7 +267,7 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
 
 
 def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stored]:
-    """Check a model's files; return {name: Stored} ({} for remote files). Raises ModelError if a file is invalid."""
+    """Check a model's files; return {name: Stored}, empty for remote files. Raises ModelError if a file is invalid."""
     from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
     check_entries(place.folder, names_in(place.folder), adapter_too=adapter_too, gguf=bool(place.gguf))
@@ -357,7 +357,7 @@ def build_model(
             use_safetensors=place.form == "safetensors",
             weights_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # check_loaded refuses them by name
+            ignore_mismatched_sizes=True,  # check_loaded raises an error that names them
             local_files_only=True,
             # a folder that can't exist: otherwise transformers, if peft is installed, applies an unchecked adapter
             # next to the weights, and may load the base that it names

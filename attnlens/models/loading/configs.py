@@ -30,7 +30,7 @@ AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq
 
 
 def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type[PreTrainedModel]:
-    """Return the class that the config names; for `own_code` or a class unknown to transformers, an Auto class."""
+    """Return the class that the config names, or an Auto class for `own_code` or if transformers lacks the class."""
     import transformers
 
     module = own_models(config.model_type) or transformers
@@ -101,7 +101,7 @@ def load_tokenizer(place: Location, config: PreTrainedConfig) -> tuple[PreTraine
             size = len(tokenizer)
     except TextError as error:
         return None, _explain_tokenizer(place) or error.problem
-    # if files are missing, transformers returns a tokenizer of about five tokens, to which all text is unknown
+    # if files are missing, transformers returns a tokenizer with about five tokens, which can't represent text
     expected = getattr(text_config(config), "vocab_size", None) or 0
     if size * 10 >= expected:
         return tokenizer, ""

@@ -55,7 +55,7 @@ class DeferredWeights:
 
     @contextmanager
     def present(self, module: nn.Module, wanted: Callable[[], Collection[str]]) -> Iterator[None]:
-        """Inside the context, load the tensors of `module` that `wanted()` names. Raises ModelError if that fails."""
+        """Inside the context, load the tensors of `module` named by `wanted()`. Raises ModelError if loading fails."""
         with ExitStack() as undo:
             for owner in module.modules():  # private in torch; setattr would refuse tensors as parameters
                 undo.callback(owner._parameters.update, dict(owner._parameters))
@@ -133,7 +133,7 @@ class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch doe
     """Torch mode that computes only shapes. No two tensors compare as equal, so that transformers ties none of them."""
 
     def dispatch(self, func: OpOverload, *more: Any, **options: Any) -> object:
-        """Return False for `equal`, and dispatch every other operation as FakeTensorMode does."""
+        """Return False for `equal`; let FakeTensorMode dispatch all other operations."""
         return False if func is torch.ops.aten.equal.default else super().dispatch(func, *more, **options)
 
 

@@ -238,7 +238,7 @@ class Settings:
 
     @cached_property
     def _scaling(self) -> tuple[str, float]:
-        """Type and factor of rotary scaling, or ("none", 1); a factor without a type means linear, as in llama.cpp."""
+        """Type and factor of rotary scaling, or ("none", 1); the default type is "linear", as in llama.cpp."""
         factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 0.0)) or 1.0
         kind = str(self.fields.get("rope.scaling.type") or "linear")
         self._require("rope.scaling.type", kind in ("none", "linear", "yarn", "longrope"))
@@ -296,7 +296,7 @@ class Settings:
             config.original_max_position_embeddings = rotation["original_max_position_embeddings"]
 
     def _frequencies(self, count: int, *, local: bool) -> NDArray[numpy.float64]:
-        """Compute `count` rotary frequencies by llama.cpp's rules, for sliding layers if `local`; [] if invalid."""
+        """Compute `count` rotary frequencies by llama.cpp's rules (of sliding layers if `local`); [] if impossible."""
         base, kind, factor = self._number("rope.freq_base", 10000.0), *self._scaling
         if local:
             base = self._number("rope.freq_base_swa", 10000.0 if self.architecture == "gemma3" else base)

@@ -125,7 +125,7 @@ def check_endpoint() -> None:
 
 
 def reachable(endpoint: str) -> bool:
-    """Return True if `endpoint` or its proxy accepts a connection in time. Raises ModelError for an invalid address."""
+    """Return True if a connection to `endpoint` or its proxy succeeds. Raises ModelError for an invalid address."""
     parts, _ = _address(endpoint, "HF_ENDPOINT")
     proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
     target, port = _address(proxy or endpoint, f"{parts.scheme}_proxy" if proxy else "HF_ENDPOINT")
@@ -437,7 +437,7 @@ def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None
         command = f"attnlens inspect {base} --adapter {shlex.quote(name)}"
         raise ModelError(f"{name} contains an adapter, not a model.", f"Give the adapter's base model: {command}")
     if CONFIG in names:
-        read_json(folder / CONFIG)  # first, because an error in the config precedes all others
+        read_json(folder / CONFIG)  # before all other checks, so that an error in the config is reported first
     form, file = _select_weights(names, str(folder), allow_pickle)
     if form != "gguf" and CONFIG not in names:
         raise ModelError(f"{folder} has no config.json.", SAY_PATH)
@@ -500,7 +500,7 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
 
 
 def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH) -> Hub:
-    """Parse a hub id and revision. Raises ModelError for a path, UsageError for an empty id or two revisions."""
+    """Parse a hub id and revision. Raises ModelError for a path, and UsageError for an empty id or two revisions."""
     id_, _, suffix = name.partition("@")
     if not id_:
         raise UsageError(f"{shorten_text(name)} does not name a model.", "Write the model as org/name@revision.")

@@ -92,14 +92,14 @@ def check_device_map(options: Mapping[str, object]) -> None:
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
-    """Return the device for the model's inputs: the device of the first weight not on `meta`, or the CPU if all are."""
+    """Return the device of the model's first weight that is not on `meta`, or the CPU if there is none."""
     import torch
 
     return next((part.device for part in model.parameters() if not part.is_meta), torch.device("cpu"))
 
 
 def spread_over_devices(max_cpu_memory: str | None) -> dict[str, object]:
-    """Return `from_pretrained` options to use GPUs, memory and disk. Raises UsageError if accelerate is missing."""
+    """Return options of `from_pretrained` for GPUs, memory and disk. Raises UsageError if accelerate is missing."""
     try:
         from accelerate.utils import convert_file_size_to_int, get_max_memory
     except ImportError:

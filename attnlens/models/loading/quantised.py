@@ -181,7 +181,7 @@ def _weight_group(settings: Settings) -> tuple[Settings, set[object]]:
 
 
 def decode_packed(parts: Parts[Tensor], settings: Settings) -> Tensor:
-    """Compute (codes − 2^(b−1) − zero) · scale for codes of b bits, packed along rows (compressed-tensors)."""
+    """Compute (code − zero) · scale for codes and zeros stored with 2^(bits − 1) added (compressed-tensors)."""
     words, scale, shape = parts[""], parts["_scale"], parts["_shape"].tolist()
     group, declared = _weight_group(settings)
     is_matrix = len(shape) == words.dim() == scale.dim() == 2 and words.shape[0] == shape[0]

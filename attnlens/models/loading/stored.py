@@ -43,13 +43,13 @@ class Stored(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Size in bytes, from the number of bits in the type's name (BF16, F8_E4M3; BOOL takes one byte)."""
+        """Size in bytes, computed from the number of bits in the type's name; BOOL takes one byte."""
         bits = re.search(r"\d+", self.type)
         return prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
     @property
     def encoded(self) -> bool:
-        """True if the values are codes, integers or truth values instead of floating-point numbers."""
+        """True if the values are codes, integers or Booleans instead of plain floating-point numbers."""
         return self.type not in FLOATS.values()
 
 
@@ -212,7 +212,7 @@ def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
 
 
 def read_pickle(file: Path) -> dict[str, Stored]:
-    """Return {name: Stored} for a pickled checkpoint. Raises ModelError unless it is a dict that torch loads safely."""
+    """Return {name: Stored} for a pickle. Raises ModelError unless torch can load it safely as a dict of tensors."""
     import torch
 
     try:

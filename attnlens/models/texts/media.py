@@ -124,7 +124,7 @@ def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, fold
 
 
 def modalities(model: PreTrainedModel) -> list[Modality]:
-    """Return the modalities that the model reads besides text, judging by the parameters of its forward pass."""
+    """Return the modalities other than text for which the model's forward pass has a parameter."""
     return [modality for modality, inputs in INPUTS.items() if not _parameters(model).keys().isdisjoint(inputs)]
 
 
@@ -144,7 +144,7 @@ class Feed:
         self._digests = {modality: sha256() for modality in self.media.processors if modality not in self.files}
 
     def take(self, numbers: Iterable[int]) -> dict[str, Tensor]:
-        """Return the images and sounds of the sequences `numbers`, concatenated, by parameter name."""
+        """Return the concatenated images and sounds of the sequences `numbers`, keyed by parameter name."""
         each = []
         for number in numbers:
             inputs = dict[str, Tensor]()
@@ -266,7 +266,7 @@ def _make_up(
 
 
 def _sides(model: PreTrainedModel) -> tuple[object, object]:
-    """Return the config's height and width of an image, unchecked; both are IMAGE_SIZE if the config has no size."""
+    """Return the height and width of images according to the config, without checks; IMAGE_SIZE is the default."""
     size = setting(model, "image_size", "crop_size", "input_size", "img_size") or IMAGE_SIZE
     if isinstance(size, dict):
         return size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))
@@ -318,7 +318,7 @@ def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " sa
 
 
 def _rate(processor: Processor) -> int:
-    """Return the samples per second that a processor expects, or RATE if it gives no valid number."""
+    """Return the samples per second that a processor expects, or RATE if the processor has no valid rate."""
     rate = getattr(processor, "sampling_rate", None)
     return rate if isinstance(rate, int) and 0 < rate <= LARGEST_INPUT else RATE
 
@@ -326,7 +326,7 @@ def _rate(processor: Processor) -> int:
 def _process(
     model: PreTrainedModel, modality: Modality, processor: Processor, raw: Sequence[object] | np.ndarray, name: str
 ) -> dict[str, Tensor]:
-    """Apply the processor to images or samples; return the tensors that the model accepts, by parameter name."""
+    """Apply the processor to images or samples; return the tensors that the model accepts, keyed by parameter name."""
     names, options = _parameters(model), dict[str, object]()
     if modality == "audio":
         options["sampling_rate"] = _rate(processor)
@@ -376,7 +376,7 @@ def _bounded_memory() -> Iterator[None]:
 
 
 def _input_name(model: PreTrainedModel, modality: Modality) -> str:
-    """Return the name of the forward pass's parameter that gets the prepared image or sound."""
+    """Return the name of the forward pass's parameter for the prepared image or sound."""
     names = _parameters(model)
     return next(names[name] for name in INPUTS[modality] if name in names)
 

@@ -172,7 +172,7 @@ def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, 
 
 
 def sample(model: str) -> tuple[Content, ...]:
-    """Return the built-in texts for a model: King James passages if it is `demo` or derived from `demo`, else all."""
+    """Return the built-in texts for a model: all, or only King James passages if the model is derived from `demo`."""
     names = list(SAMPLE_NAMES.items())[: 1 if model == "demo" or _reads_like_demo(Path(model)) else None]
     return tuple(Content(_read_text(str(path), name), name) for path, name in names)
 
@@ -189,7 +189,7 @@ def _reads_like_demo(folder: Path) -> bool:
 
 
 def thin_text(content: Content, *, spread: bool) -> Content:
-    """Return the text, or if it is longer than LONGEST, its beginning or (if `spread`) BLOCKS evenly spaced blocks."""
+    """Shorten a text longer than LONGEST to its beginning or, if `spread`, to BLOCKS evenly spaced blocks."""
     length, size = len(content.text), LONGEST // BLOCKS
     if length <= LONGEST:
         return content
@@ -274,7 +274,7 @@ def decodes_text(model: PreTrainedModel) -> bool:
 
 
 def vocabulary(model: PreTrainedModel) -> int | None:
-    """Return the vocabulary size from the model's config, or else from its input embedding; None if unknown."""
+    """Return the vocabulary size according to the config or, if absent, the input embedding; None if unknown."""
     size: int | None = getattr(text_config(model.config), "vocab_size", None)
     if size is None:
         with suppress(NotImplementedError):  # the model has no input embedding

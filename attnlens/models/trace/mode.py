@@ -373,7 +373,7 @@ class _Tracer(TorchFunctionMode):
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
             attention, lead = fused_call(arguments, tokens, module)
             if self.on_weights is not None:
-                key = arguments["key"]  # the weights are the output for the identity matrix as values
+                key = arguments["key"]  # if the values are the identity matrix, the output is the weights
                 unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
                 self.on_weights(module, lead.split(F.scaled_dot_product_attention(**{**arguments, "value": unit})))
             return attention, lead

@@ -98,7 +98,7 @@ def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Ten
     if len(factors) != 2 or "->" not in equation:
         return None
     inputs = equation.partition("->")[0].split(",")
-    # number of axes for which the ellipsis of each factor stands: all axes minus the letters
+    # number of axes that the ellipsis of each factor represents: all axes minus the letters
     counts = {factor.dim() - len(axes) + 3 for axes, factor in zip(inputs, factors, strict=True) if "..." in axes}
     if len(counts) > 1:
         return None
@@ -152,7 +152,7 @@ def start_scores(
     product: Product, result: Tensor, running: tuple[nn.Module, ...], *, content: bool, prove: bool
 ) -> tuple[TracedScores, Standins]:
     """Start to trace a product; return its TracedScores and two stand-ins (other values), or three with `prove`."""
-    wide = torch.promote_types(result.dtype, torch.float32)  # in half precision masks would absorb small scores
+    wide = torch.promote_types(result.dtype, torch.float32)  # in half precision, adding a mask would round scores away
     operands, generator = (product.left, product.right), torch.Generator().manual_seed(0)
     moved = tuple(
         (torch.randn(part.shape, generator=generator).to(part) * _finite_deviation(part)).to(part.dtype)

@@ -35,7 +35,7 @@ class FewTokens(TorchFunctionMode):
     def __torch_function__(
         self, function: Function, _types: object, args: tuple[Tensor, ...] = (), kwargs: Keywords = None
     ) -> object:
-        """Call a torch function, with the shortcut for F.linear."""
+        """Call a torch function; in F.linear, compute repeated tokens only once."""
         if function is not F.linear or kwargs or type(args[0]) is not Tensor:
             return function(*args, **kwargs or {})
         x, steps = args[0], args[0].stride()
@@ -183,7 +183,7 @@ Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextMa
 def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ...]) -> list[str]:
     """Return the names of all buffers, and of the parameters on which the module's queries and keys depend.
 
-    Gradients identify these parameters before any values are loaded, so that no other parameters need be loaded.
+    Gradients identify these parameters before any values are loaded, so that no other parameters are loaded.
     """
     parameters, buffers = dict(target.module.named_parameters()), dict(target.module.named_buffers())
     leaves = {name: part.detach().requires_grad_() for name, part in parameters.items() if part.is_floating_point()}
@@ -242,7 +242,7 @@ def norms_inside(module: nn.Module) -> Norms:
 
 
 def fit_norm(module: nn.Module) -> Norm | None:
-    """Return the norm that a module computes: an RMSNorm, or a LayerNorm without bias; None if neither."""
+    """Return the norm that a module computes (an RMSNorm, or a LayerNorm without bias); None for other modules."""
     weights, weight = float64_weights(module), next(module.parameters(), None)
     shape = getattr(module, "normalized_shape", ANY_WIDTH) if weight is None else weight.shape
     ones = torch.ones(shape, dtype=torch.float64, device=None if weight is None else weight.device)
@@ -352,8 +352,8 @@ def match_weights(probe: Probe) -> Maps | None:
     """Find W_Q and W_K if each of their columns is a multiple of a row in a weight matrix or in a product of two.
 
     The first case is a linear layer with rows θ_r, where coordinate k of head h is q_hk(x) = c θ_r · x + b with
-    constants b and c. The second case is two linear layers with a normalisation between them, without its division by
-    the length: q_hk(x) = c υ · z + b, where υ is a row of the second layer and z_r = c_r θ_r · x + a_r. Both cases are
+    constants b and c. The second case is two linear layers with a normalisation between them whose scaling per token is
+    disabled: q_hk(x) = c υ · z + b, where υ is a row of the second layer and z_r = c_r θ_r · x + a_r. Both cases are
     tested on DRAWS random inputs, because the Jacobian would take d_model times as long. Return None in other cases, if
     any value is NaN or infinite, or if the module does not accept a single token.
     """

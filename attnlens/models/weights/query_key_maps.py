@@ -188,7 +188,7 @@ def _positions(target: SiteCall) -> list[Tensor]:
 
 
 def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
-    """Return True if `rotation` (or none, if None) is how queries and keys of a repeated token vary with position."""
+    """Return True if `rotation` (None: no change) is the effect of positions on the queries and keys of one token."""
     parts = [unit(part) if norms else part for part in _sides(probe.alike)]
     if rotation is None:
         return not any(map(_changes_with_position, parts))
@@ -472,7 +472,7 @@ def _with_positions(maps: Maps, window: Probe) -> Maps:
 
 
 def _first_tokens(probe: Probe, maps: Maps) -> Sides:
-    """Return actual and expected queries and keys of 8 sequences' first tokens; omit heads with NaN or infinity."""
+    """Return actual and expected queries and keys of the first tokens of 8 sequences; omit heads with NaN or Inf."""
     inputs = probe.random(8, seed=2, alike=False)
     call, sides = probe(*inputs), []
     for part, expected in zip((call.query, call.key), maps(*inputs), strict=True):
@@ -482,9 +482,9 @@ def _first_tokens(probe: Probe, maps: Maps) -> Sides:
 
 
 def _find_groups(sides: Sides) -> Groups | None:
-    """Find one or two groups of coordinates in which the actual vectors are positive multiples of the expected ones.
+    """Find one or two groups of coordinates in which actual vectors are positive multiples of expected vectors.
 
-    Return None if neither one group nor two fit.
+    Return None if there are no such groups.
     """
     actual, expected = (part.flatten(0, 1) for part in sides[1])
     all_coordinates = (torch.arange(actual.shape[-1]),)

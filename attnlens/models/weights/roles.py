@@ -142,7 +142,7 @@ def read_layer(
     rest: bool = True,
     norm: str | None = None,
 ) -> Layer:
-    """Return the tensors of the layer that contains a site: those of attention by role, others by their names.
+    """Return the tensors of the layer that contains a site, keyed by role in attention and by name elsewhere.
 
     `factors` is the site's Factors, which contain its rotation, or any other object if the factors could not be read.
     `others` contains the module paths of the block's other attention sites and of their norms, whose tensors are left
@@ -246,8 +246,8 @@ def norm_offsets(block: nn.Module) -> Iterator[tuple[str, float]]:
 def _find_output(block: nn.Module, module: nn.Module, roles: Roles, names: Collection[str]) -> tuple[str, bool] | None:
     """Return the name of W_O in the block, and True if its rows are inputs; None if no tensor of `names` can be W_O.
 
-    W_O is the first unused matrix of the right shape, in the order: tensors of the module, then other tensors of the
-    block, by the length of the path that they share with the module.
+    W_O is the first matrix of the right shape without another role. The module's own matrices are searched first, then
+    the block's other matrices, starting with the longest path in common with the module.
     """
     taken = {module.get_parameter(rows.name) for rows in roles.rows.values()}
     width = roles.rows["query"].index.shape[0] * roles.rows["value"].index.shape[1]
