@@ -91,9 +91,9 @@ class PositionScores(nn.Module):
         if positions == "table":
             self.vectors = nn.Parameter(torch.randn(2 * FURTHEST + 1, head_dim) * head_dim**-0.5)
         elif positions == "product":
-            self.relative = _projection(d_model)
+            self.relative = _build_projection(d_model)
         else:
-            self.place = _projection(d_model)
+            self.place = _build_projection(d_model)
 
     def forward(self, query: Split, keys: int, scale: float) -> Added:
         """Compute the scores, (batch or 1, heads, queries, keys), for `query` = f W_Q and s = `scale`."""
@@ -134,12 +134,12 @@ class KernelAttention(nn.Module):
         self.causal = place == "decoder"
         self.positions = form.positions if place in form.places else "none"
         self.kernel = parsed(form.kernel)
-        self.query = _projection(d_model)
+        self.query = _build_projection(d_model)
         symmetric = form.symmetric or form.positions == "symmetric product"  # Eq. 9 also has W_Q = W_K
-        self.key = None if symmetric else _projection(d_model)
+        self.key = None if symmetric else _build_projection(d_model)
         self.primal = PrimalHeads(heads, d_model // heads, form.scores) if primal else None
-        self.value = None if primal else _projection(d_model)
-        self.output = _projection(d_model)
+        self.value = None if primal else _build_projection(d_model)
+        self.output = _build_projection(d_model)
         adds = self.positions not in ("none", "sum")
         self.added = PositionScores(self.positions, d_model, heads) if adds else None
 
@@ -191,7 +191,7 @@ class KernelAttention(nn.Module):
         return projected.reshape(*projected.shape[:2], self.heads, -1).transpose(1, 2)
 
 
-def _projection(d_model: int) -> nn.Linear:
+def _build_projection(d_model: int) -> nn.Linear:
     layer = nn.Linear(d_model, d_model, bias=False)
     nn.init.xavier_uniform_(layer.weight)
     return layer

@@ -35,7 +35,7 @@ Implementations = list[tuple[PreTrainedConfig, str | None]]
 @contextmanager
 def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | None = None) -> Iterator[None]:
     """Inside the `with`, use the attention implementation `name`, or `in_place_of_eager` where attention is eager."""
-    previous = _implementations(model)
+    previous = _list_implementations(model)
     try:
         _choose(model, previous, name, in_place_of_eager or name)
         yield
@@ -71,7 +71,7 @@ def list_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return [config for config in configs.values() if isinstance(config, PreTrainedConfig)]
 
 
-def _implementations(model: PreTrainedModel) -> Implementations:
+def _list_implementations(model: PreTrainedModel) -> Implementations:
     # private: no public attribute of a configuration has the name
     configs = [config for config in list_configs(model) if hasattr(config, "_attn_implementation")]
     return [(config, config._attn_implementation) for config in configs]
@@ -186,7 +186,7 @@ def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor])
 
     Raises ModelError if no part of the model uses transformers' attention interface.
     """
-    if not _choose(model, _implementations(model), *_register(name, answer)):
+    if not _choose(model, _list_implementations(model), *_register(name, answer)):
         raise out_of_reach(model)
 
 
@@ -313,4 +313,4 @@ def attend_swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tenso
 
 def is_answered(model: PreTrainedModel) -> bool:
     """Return True if attnlens currently replaces the model's attention, in a `with` block or permanently."""
-    return model in _answered_models or any((name or "").startswith(NAMES) for _, name in _implementations(model))
+    return model in _answered_models or any((name or "").startswith(NAMES) for _, name in _list_implementations(model))

@@ -205,12 +205,12 @@ def number_within_parts(sites: Sequence[Site]) -> list[Site]:
     if len(by_part) == 1:
         return list(sites)
     numbers = {
-        site: number for part in by_part.values() for site, number in zip(part, _layer_numbers(part), strict=True)
+        site: number for part in by_part.values() for site, number in zip(part, _find_layer_numbers(part), strict=True)
     }
     return [replace(site, number=numbers[site]) for site in sites]
 
 
-def _layer_numbers(sites: Sequence[Site]) -> Sequence[int]:
+def _find_layer_numbers(sites: Sequence[Site]) -> Sequence[int]:
     """Return the layer number in the path of each site or, if these numbers are ambiguous, 0, 1, 2 …"""
     indices = [tuple(int(name) for name in site.path.split(".") if name.isdecimal()) for site in sites]
     if len({len(index) for index in indices}) > 1:

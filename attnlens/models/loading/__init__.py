@@ -115,7 +115,7 @@ def load(
     Loading(**{name: options[name] for name in Loading.model_fields})  # raises UsageError for invalid values
     placement.check_device_map(options)
     place_on = placement.choose_device(device)
-    place = find(_name_of(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
+    place = find(_format_name(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
     place = replace(place, trusts_code=trust_remote_code)
     if not swapped and SWAPPED in names_in(place.folder):
         problem = f"{place.folder} contains a model saved with another kernel, which a plain load would ignore."
@@ -126,7 +126,7 @@ def load(
     if from_files and adapter is not None:
         problem = "--device files (from_files=True) never loads the whole model, so no adapter can be merged."
         raise ModelError(problem, "Merge the adapter into the model, save the merged model, and load it.")
-    files = None if adapter is None else find_adapter(_name_of(adapter), offline=offline)
+    files = None if adapter is None else find_adapter(_format_name(adapter), offline=offline)
     stored = check_files(place, adapter_too=files is not None and files.folder.samefile(place.folder))
     if from_files:
         return _build_from_shapes(place, stored, dtype)
@@ -255,7 +255,7 @@ def _note_untied(model: PreTrainedModel) -> list[str]:
     return [f"{problem}: the matrix in the files was used."]
 
 
-def _name_of(name: object) -> str:
+def _format_name(name: object) -> str:
     """Return the name as a string; a relative path object gets the prefix `./` to distinguish it from a hub id."""
     if isinstance(name, os.PathLike):
         arguments.path("name", name)

@@ -133,7 +133,7 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
 
         settings_file, tensors_file = weight_file(place.folder, ADAPTER_CONFIG), place.weights[0]
         settings, header = _read_settings(settings_file), read_header(LocalFile(tensors_file))[0]
-        names, unplaced = _match(tensors_file, header, model)
+        names, unplaced = _match_names(tensors_file, header, model)
         low_rank = {name: stored for name, stored in names.items() if ".lora_" in name}
         whole, modules = names.keys() - low_rank, sorted({name.rpartition(".lora_")[0] for name in low_rank})
         if not modules:
@@ -229,7 +229,9 @@ def _read_settings(file: Path) -> Json:
     return settings
 
 
-def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> tuple[dict[str, str], tuple[str, ...]]:
+def _match_names(
+    file: Path, header: Mapping[str, Stored], model: PreTrainedModel
+) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return {parameter name: stored name}, and the stored names that match no parameter of peft or the model."""
     names, unplaced = dict[str, str](), list[str]()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -281,10 +283,8 @@ def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: l
 
     paths = [path for path, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D | nn.Embedding)]
     if lacking := sorted(set(modules) - set(paths)):
-        problem = (
-            f"The adapter in {file.parent} was trained on another base model: it changes {format_names(lacking)}, "
-        )
-        raise ModelError(f"{problem}but this model has no such linear layer or embedding.", say_base)
+        problem = f"The adapter in {file.parent} was trained on another base model: it changes {format_names(lacking)}"
+        raise ModelError(f"{problem}, but this model has no such linear layer or embedding.", say_base)
     values = {name: value for name, value in settings.items() if name in {*NAMING, *APPLIED, "modules_to_save"}}
     if values.get("target_modules", "all-linear") == "all-linear":
         values["target_modules"] = modules

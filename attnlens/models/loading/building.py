@@ -56,7 +56,7 @@ def check_loaded(
     if low_rank := [name for name in sorted(unused) if re.search(r"(^|[._])lora_", name)]:
         problem = f"{where} contains an adapter that is not merged ({format_names(low_rank)})."
         raise ModelError(problem, "Merge the adapter with peft's merge_and_unload, and save the merged model.")
-    codes, scales = _codes(model, parameters, stored, unused), list[str]()
+    codes, scales = _find_loaded_codes(model, parameters, stored, unused), list[str]()
     for name in sorted(unused & stored.keys()):
         stem = SCALE.sub("", name)
         if name.endswith(PACKED) or (stem != name and {stem, f"{stem}.weight"} & stored.keys()):
@@ -122,24 +122,26 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _codes(model: PreTrainedModel, parameters: set[str], stored: Mapping[str, Stored], unused: set[str]) -> list[str]:
+def _find_loaded_codes(
+    model: PreTrainedModel, parameters: set[str], stored: Mapping[str, Stored], unused: set[str]
+) -> list[str]:
     """Return the names of stored codes that were loaded into parameters as if they were plain numbers."""
     buffers = dict(model.named_buffers())
     # transformers can store a buffer under another path, so only the last component of its name is compared
-    counters = {_leaf(name) for name, buffer in buffers.items() if not buffer.is_floating_point()}
-    counters -= set(map(_leaf, parameters))
+    counters = {_last_component(name) for name, buffer in buffers.items() if not buffer.is_floating_point()}
+    counters -= set(map(_last_component, parameters))
     # private in transformers, which does not load tensors that match these patterns; (?!) matches nothing
     ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["(?!)"]))
     loaded = []
     for name in (name for name, tensor in stored.items() if tensor.encoded):
         names = set(names_in_model(name, model.base_model_prefix))
-        is_apart = bool(names & (buffers.keys() | unused)) or _leaf(name) in counters or ignored.search(name)
+        is_apart = bool(names & (buffers.keys() | unused)) or _last_component(name) in counters or ignored.search(name)
         if names & parameters or not is_apart:
             loaded.append(name)
     return loaded
 
 
-def _leaf(name: str) -> str:
+def _last_component(name: str) -> str:
     return name.rpartition(".")[2]
 
 

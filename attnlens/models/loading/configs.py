@@ -200,7 +200,7 @@ def check_config(place: Location) -> None:
             words = f"which must be above 0 and at most {LARGEST_SHARE}"
             require(0 < value <= LARGEST_SHARE, path, value, words)
         if path.endswith(("quantization_config", "compression_config")) and value is not None:
-            method = _method(value) if isinstance(value, dict) else value
+            method = _find_method(value) if isinstance(value, dict) else value
             if path not in READ_SETTINGS or not isinstance(method, str) or method not in DECODED:
                 problem = f"{place.folder / CONFIG}: according to {shorten_text(path)}, the weights are quantised with"
                 supported = f"supported are GGUF and, for the whole model or its language model, {', '.join(DECODED)}"
@@ -217,7 +217,7 @@ def quantisation(place: Location) -> tuple[str | None, Json]:
     """
     candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
     settings: Json = {name: value for name, value in next(candidates, {}).items() if value is not None}
-    method = str(_method(settings))
+    method = str(_find_method(settings))
     if method not in DECODED:
         return None, {}
     reason, version = "", str(settings.get("version") or settings.get("format") or "gemm").lower()
@@ -238,7 +238,7 @@ def quantisation(place: Location) -> tuple[str | None, Json]:
     return method, settings
 
 
-def _method(settings: Mapping[str, object]) -> object:
+def _find_method(settings: Mapping[str, object]) -> object:
     if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
         return "bitsandbytes"
     return settings.get("quant_method")

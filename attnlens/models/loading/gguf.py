@@ -147,7 +147,7 @@ class Settings:
             is_vector = entry.ggml_type == 0 and len(entry.shape) == 1  # 0 is ggml's number of float32
             factors = numpy.fromfile(path, "<f4", prod(entry.shape), offset=header.data + entry.offset).tolist()
             if not is_vector or not all(0 < factor < math.inf for factor in factors):
-                raise self._refusal(f"has {entry.name}, whose values are not positive float32 numbers")
+                raise self._build_error(f"has {entry.name}, whose values are not positive float32 numbers")
             self.factors[entry.name] = factors
 
     def apply(self, config: PreTrainedConfig) -> None:
@@ -216,16 +216,16 @@ class Settings:
                 rope = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
                 settings = ", ".join([*rope, *self.factors]) or "no rotation"
                 kind = type(model).__name__
-                raise self._refusal(f"sets {settings}, which contradicts the {name} of transformers' {kind}")
+                raise self._build_error(f"sets {settings}, which contradicts the {name} of transformers' {kind}")
 
-    def _refusal(self, problem: str) -> ModelError:
+    def _build_error(self, problem: str) -> ModelError:
         return ModelError(f"{self.path} {problem}.", SAY_SAFETENSORS)
 
     def _require(self, name: str, is_supported: bool) -> None:
         """Raise ModelError with the name and value of the field unless `is_supported`."""
         if not is_supported:
             setting = f"{shorten_text(f'{self.architecture}.{name}')} = {format_value(self.fields[name])}"
-            raise self._refusal(f"sets {setting}, which transformers' model does not support")
+            raise self._build_error(f"sets {setting}, which transformers' model does not support")
 
     def _number(self, name: str, default: float) -> float:
         """Return a field (or `default` if absent) as a number. Raises ModelError unless it is finite and at least 0."""
@@ -246,7 +246,7 @@ class Settings:
             return "none", 1.0
         self._require("rope.scaling.type", kind != "longrope")  # longrope has tensors of factors, not one factor
         if self.factors:
-            raise self._refusal(f"has {next(iter(self.factors))} and also a rope.scaling.factor of {factor:g}")
+            raise self._build_error(f"has {next(iter(self.factors))} and also a rope.scaling.factor of {factor:g}")
         return kind, factor
 
     def _rotation(self, config: PreTrainedConfig) -> dict[str, object]:
@@ -259,7 +259,7 @@ class Settings:
             rotated = _head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0)
             count = int(self._number("rope.dimension_count", rotated)) // 2
             if not len(long) == len(short) == count:
-                raise self._refusal(f"does not have {count} long and short factors in {', '.join(self.factors)}")
+                raise self._build_error(f"does not have {count} long and short factors in {', '.join(self.factors)}")
             parameters = {"factor": 1.0, "attention_factor": stretch, "original_max_position_embeddings": first}
             return {"rope_type": "longrope", "long_factor": long, "short_factor": short} | parameters
         self._require("rope.scaling.attn_factor", stretch == 1 or (kind == "yarn" and stretch > 0))
@@ -276,7 +276,7 @@ class Settings:
         parameters = getattr(config, "rope_parameters", None)
         if not parameters:
             if self.factors or self._scaling[0] != "none":
-                raise self._refusal("has a rotary embedding, but transformers' model has none")
+                raise self._build_error("has a rotary embedding, but transformers' model has none")
             return
         full = parameters.get("full_attention", parameters)
         if "rope.freq_base" in self.fields:

@@ -423,13 +423,13 @@ def find(
     if name.startswith("demo@"):
         raise UsageError("`demo` is part of attnlens and has no revisions.", "Write `demo` without a revision.")
     if not is_there(path):
-        return _in_hub(name, revision, offline=offline, allow_pickle=allow_pickle, leave_weights=leave_weights)
+        return _locate_on_hub(name, revision, offline=offline, allow_pickle=allow_pickle, leave_weights=leave_weights)
     if revision is not None:
         raise UsageError(f"{name} is a local path, which cannot have a revision ({revision!r}).", "Omit the revision.")
-    return _in_folder(name, path, allow_pickle) if path.is_dir() else _in_file(name, path)
+    return _locate_folder(name, path, allow_pickle) if path.is_dir() else _locate_file(name, path)
 
 
-def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None = None) -> Location:
+def _locate_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None = None) -> Location:
     names = names_in(folder)
     if _is_adapter(names):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") if ADAPTER_CONFIG in names else None
@@ -450,7 +450,7 @@ def _is_adapter(names: Collection[str]) -> bool:
     return not set(ADAPTERS).isdisjoint(names) and not any(name.endswith(weights) for name in {*names} - {*ADAPTERS})
 
 
-def _in_file(name: str, path: Path) -> Location:
+def _locate_file(name: str, path: Path) -> Location:
     """Locate a weight file, or an index of shards; the config of safetensors files must be in the same folder."""
     if path.suffix == ".gguf":
         return Location(name, path.parent, "gguf", path.name, trusts_link=True)
@@ -467,7 +467,9 @@ def _in_file(name: str, path: Path) -> Location:
     return Location(name, path.parent, "safetensors", path.name, trusts_link=True)
 
 
-def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool) -> Location:
+def _locate_on_hub(
+    name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool
+) -> Location:
     from huggingface_hub import hf_hub_url
 
     hub = parse_hub_id(name, revision)
@@ -494,7 +496,7 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
     if shards:
         has_weights = all((folder / name).is_file() for name in shards)
     if offline or not leave_weights or has_weights:
-        return _in_folder(id_, folder, allow_pickle, revision=folder.name)
+        return _locate_folder(id_, folder, allow_pickle, revision=folder.name)
     urls = tuple((name, hf_hub_url(id_, name, revision=folder.name)) for name in shards or (SINGLE,))
     return Location(id_, folder, "safetensors", SHARDED if shards else SINGLE, folder.name, urls=urls)
 

@@ -31,7 +31,7 @@ GIB = 2**30
 
 def free_memory() -> int | None:
     """Return the number of bytes that this process can still allocate. If unknown, return the RAM's size or None."""
-    limits = [1024 * size for size in _counts(MEMINFO, "MemAvailable:")]
+    limits = [1024 * size for size in _read_counts(MEMINFO, "MemAvailable:")]
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
         _, controllers, path = line.split(":", 2)
         for controller in {*controllers.split(",")} & CONTROLLERS.keys():
@@ -42,13 +42,13 @@ def free_memory() -> int | None:
                 with suppress(OSError, ValueError):  # no such file, or the limit is "max"
                     available = int((each / limit).read_text()) - int((each / usage).read_text())
                     # usage includes cached file pages, which the kernel frees on demand
-                    limits.append(available + sum(_counts(each / "memory.stat", file_pages)))
+                    limits.append(available + sum(_read_counts(each / "memory.stat", file_pages)))
     if not limits and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(limits, default=None)
 
 
-def _counts(file: Path, name: str) -> list[int]:
+def _read_counts(file: Path, name: str) -> list[int]:
     """Return the number in each line that starts with `name` in a file of /proc or a cgroup; [] if there is no file."""
     lines = file.read_text().splitlines() if file.is_file() else ()
     return [int(words[1]) for words in map(str.split, lines) if words[:1] == [name]]

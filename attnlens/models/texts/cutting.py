@@ -142,7 +142,7 @@ def batches(
     there is no tokenizer, UsageError if there are too many tokens or the number of files is wrong, and ModelError if a
     file can't be prepared.
     """
-    accepted = _checked_media(loaded)
+    accepted = _find_media(loaded)
     paths: dict[media.Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
     prepared = {modality: media.read_files(loaded, modality, each) for modality, each in paths.items() if each}
     files = {modality: inputs for modality, (inputs, _) in prepared.items()}
@@ -192,7 +192,7 @@ def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) ->
     return count
 
 
-def _checked_media(loaded: Loaded) -> media.Media:
+def _find_media(loaded: Loaded) -> media.Media:
     """Return the images and sounds that the model reads; raise TextError if the model requires other inputs."""
     accepted = media.media_of(loaded.model, loaded.folder)
     available = (*accepted.names, *IDS * reads_text(loaded))
@@ -216,7 +216,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
 
     `bare` omits images and sounds that have placeholder ids. Raises TextError if an input can't be generated.
     """
-    accepted = _checked_media(loaded)
+    accepted = _find_media(loaded)
     ids: list[list[int]] = []
     if reads_text(loaded):
         draws = Random(seed)  # noqa: S311  # not for cryptography

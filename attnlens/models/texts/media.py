@@ -94,23 +94,23 @@ def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, fold
     processor, before, problem = None, tuple[Placeholder, ...](), ""
     try:
         processor = load_processor(model, modality, folder)
-        inputs = _make_up(model, modality, processor, 0, 0)
+        inputs = _generate_input(model, modality, processor, 0, 0)
     except ModelError as error:
         processor, problem = None, error.problem
     try:
         if problem:
-            inputs = _make_up(model, modality, None, 0, 0)
+            inputs = _generate_input(model, modality, None, 0, 0)
         if sequences.reads_ids(model) and not hasattr(model, "get_text_features"):  # CLIP puts no image among its ids
-            before = ((modality, *_count_parts(model, modality, inputs)),)
+            before = ((modality, *_count_placeholders(model, modality, inputs)),)
             trial, _ = Feed(model, Media({modality: processor}, before), 0).inputs(range(1), [plain_ids(model, 4)])
             with torch.no_grad():
                 model(**trial)
     except (TextError, *FAILURES) as error:
-        needed = _input_name(model, modality) in sequences.required_inputs(model)
+        needed = _find_input_name(model, modality) in sequences.required_inputs(model)
         if is_memory(error) or (needed and isinstance(error, TextError)):
             raise
         if not needed:
-            why = error.problem if isinstance(error, TextError) else f"{_failure(error)}."
+            why = error.problem if isinstance(error, TextError) else f"{_format_failure(error)}."
             note = f"No {modality} is passed to the model: {why}{f' No processor: {problem}' if problem else ''}"
             return replace(media, notes=(*media.notes, note))
         before = ()
@@ -125,7 +125,7 @@ def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, fold
 
 def modalities(model: PreTrainedModel) -> list[Modality]:
     """Return the modalities other than text for which the model's forward pass has a parameter."""
-    return [modality for modality, inputs in INPUTS.items() if not _parameters(model).keys().isdisjoint(inputs)]
+    return [modality for modality, inputs in INPUTS.items() if not _map_parameters(model).keys().isdisjoint(inputs)]
 
 
 @dataclass
@@ -150,7 +150,7 @@ class Feed:
             inputs = dict[str, Tensor]()
             for modality, digest in self._digests.items():
                 processor = self.media.processors[modality]
-                random = _make_up(self.model, modality, processor, self.seed, number + self.skip)
+                random = _generate_input(self.model, modality, processor, self.seed, number + self.skip)
                 for value in random.values():
                     digest.update(value.numpy().tobytes())
                 inputs |= random
@@ -181,11 +181,11 @@ class Feed:
         placeholders = [placeholder for placeholder in self.media.before if placeholder[0] not in self.files]
         for modality, inputs in self.files.items():
             try:
-                placeholders.append((modality, *_count_parts(self.model, modality, inputs[number])))
+                placeholders.append((modality, *_count_placeholders(self.model, modality, inputs[number])))
             except FAILURES as error:
                 if is_memory(error):
                     raise
-                problem = f"The {modality} can't be passed to the model: {_failure(error)}."
+                problem = f"The {modality} can't be passed to the model: {_format_failure(error)}."
                 raise ModelError(problem, f"Leave out the {modality} files.") from error
         return placeholders
 
@@ -210,14 +210,14 @@ def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tupl
         content = read_bytes(with_home(path), TextError, SAY[modality], most=LARGEST_FILE)
         raw: Sequence[object] | np.ndarray = ()
         if modality == "audio":
-            raw = _samples(path, content, _rate(processor))
+            raw = _samples(path, content, _find_rate(processor))
         else:
             with foreign(f"{path} can't be read as an image", SAY["image"], TextError):
                 try:
                     raw = [Image.open(BytesIO(content)).convert("RGB")]
                 except UnidentifiedImageError:  # its message contains the address of the content in memory
                     raise ValueError("unknown format") from None
-        inputs.append(_process(loaded.model, modality, processor, raw, path))
+        inputs.append(_apply_processor(loaded.model, modality, processor, raw, path))
         records.append(Text(name=Path(path).name, sha256=sha256(content).hexdigest(), windows=[0]))
     return inputs, records
 
@@ -245,27 +245,27 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
     return processor
 
 
-def _make_up(
+def _generate_input(
     model: PreTrainedModel, modality: Modality, processor: Processor | None, seed: int, number: int
 ) -> dict[str, Tensor]:
     """Return the inputs of one random image or sound, determined by `seed` and `number`, or raise AttnlensError."""
     draws = np.random.default_rng([seed % 2**63, number])  # numpy takes no negative seeds
     if processor is None:
         numbers = draws.standard_normal(_shape(model, modality), np.float32)
-        return {_input_name(model, modality): torch.from_numpy(numbers)[None]}
+        return {_find_input_name(model, modality): torch.from_numpy(numbers)[None]}
     if modality == "audio":
-        samples = draws.normal(0, 0.1, _rate(processor)).astype(np.float32)
-        return _process(model, modality, processor, samples, "a random sound")
-    frames = _input_name(model, modality) == model.main_input_name and setting(model, "num_frames")
-    height, width = (side if type(side) is int and 0 < side < IMAGE_SIZE else IMAGE_SIZE for side in _sides(model))
+        samples = draws.normal(0, 0.1, _find_rate(processor)).astype(np.float32)
+        return _apply_processor(model, modality, processor, samples, "a random sound")
+    frames = _find_input_name(model, modality) == model.main_input_name and setting(model, "num_frames")
+    height, width = (side if type(side) is int and 0 < side < IMAGE_SIZE else IMAGE_SIZE for side in _find_sides(model))
     images = [
         Image.fromarray(draws.integers(0, 256, (COLOURS, COLOURS, 3), np.uint8)).resize((width, height))
         for _ in range(frames if frames in range(1, MOST_FRAMES + 1) else 1)
     ]
-    return _process(model, modality, processor, images, "a random image")
+    return _apply_processor(model, modality, processor, images, "a random image")
 
 
-def _sides(model: PreTrainedModel) -> tuple[object, object]:
+def _find_sides(model: PreTrainedModel) -> tuple[object, object]:
     """Return the height and width of images according to the config, without checks; IMAGE_SIZE is the default."""
     size = setting(model, "image_size", "crop_size", "input_size", "img_size") or IMAGE_SIZE
     if isinstance(size, dict):
@@ -276,9 +276,9 @@ def _sides(model: PreTrainedModel) -> tuple[object, object]:
 
 def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
     """Return the shape of one image, video or sound for this config; raise TextError if it is unknown or invalid."""
-    name, shape = _input_name(model, modality), tuple[Any, ...]()
+    name, shape = _find_input_name(model, modality), tuple[Any, ...]()
     if modality == "image":
-        shape = (setting(model, "num_channels", "in_channels", "in_chans") or 3, *_sides(model))
+        shape = (setting(model, "num_channels", "in_channels", "in_chans") or 3, *_find_sides(model))
         frames = setting(model, "num_frames", "frames_per_clip")
         if name == "pixel_values_videos" or (frames and name == model.main_input_name):
             shape = (frames or FRAMES, *shape)
@@ -317,19 +317,19 @@ def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " sa
     return samples
 
 
-def _rate(processor: Processor) -> int:
+def _find_rate(processor: Processor) -> int:
     """Return the samples per second that a processor expects, or RATE if the processor has no valid rate."""
     rate = getattr(processor, "sampling_rate", None)
     return rate if isinstance(rate, int) and 0 < rate <= LARGEST_INPUT else RATE
 
 
-def _process(
+def _apply_processor(
     model: PreTrainedModel, modality: Modality, processor: Processor, raw: Sequence[object] | np.ndarray, name: str
 ) -> dict[str, Tensor]:
     """Apply the processor to images or samples; return the tensors that the model accepts, keyed by parameter name."""
-    names, options = _parameters(model), dict[str, object]()
+    names, options = _map_parameters(model), dict[str, object]()
     if modality == "audio":
-        options["sampling_rate"] = _rate(processor)
+        options["sampling_rate"] = _find_rate(processor)
         if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(processor).parameters:
             options["return_attention_mask"] = True
     problem, remedy = f"The model's processor fails on {name}", f"Give another file, or leave out the {modality} files."
@@ -342,7 +342,7 @@ def _process(
     return inputs
 
 
-def _parameters(model: PreTrainedModel) -> dict[str, str]:
+def _map_parameters(model: PreTrainedModel) -> dict[str, str]:
     """Map the names that processors use to the parameters of the model's forward pass."""
     parameters = signature(model.forward).parameters
     names = {name: name for name in parameters} | {alias: name for name, alias in ALIASES.items() if name in parameters}
@@ -375,9 +375,9 @@ def _bounded_memory() -> Iterator[None]:
         setrlimit(RLIMIT_AS, (soft, hard))
 
 
-def _input_name(model: PreTrainedModel, modality: Modality) -> str:
+def _find_input_name(model: PreTrainedModel, modality: Modality) -> str:
     """Return the name of the forward pass's parameter for the prepared image or sound."""
-    names = _parameters(model)
+    names = _map_parameters(model)
     return next(names[name] for name in INPUTS[modality] if name in names)
 
 
@@ -392,7 +392,7 @@ def setting(model: PreTrainedModel, *names: str) -> Any:  # settings of config.j
     return None
 
 
-def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
+def _count_placeholders(model: PreTrainedModel, modality: Modality, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
     """Return the id and the number of placeholders for `inputs`; (0, 0) if the model uses no placeholders."""
     token, method = setting(model, f"{modality}_token_id", f"{modality}_token_index"), f"get_{modality}_features"
     owners = [part for part in model.modules() if hasattr(part, method)]
@@ -406,7 +406,7 @@ def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str
     return token, sum(value.shape[:-1].numel() for value in tensors(features))
 
 
-def _failure(error: Exception) -> str:
+def _format_failure(error: Exception) -> str:
     return f"the model fails on it ({type(error).__name__}: {first_line(error)})"
 
 

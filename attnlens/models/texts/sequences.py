@@ -493,7 +493,7 @@ def shared_share(
     be missing, because the beginning of a text is tokenized differently from its repetitions. If there are no evaluated
     tokens, the share is 0.
     """
-    evaluated, calibrated = (_bare(tokenizer, rows) for rows in (evaluated, calibrated))
+    evaluated, calibrated = (_remove_special_tokens(tokenizer, rows) for rows in (evaluated, calibrated))
     longest = min(RUN, max(map(len, calibrated), default=0))
     by_length = defaultdict[int, list[Ids]](list)
     for passage in evaluated:
@@ -502,27 +502,27 @@ def shared_share(
             by_length[length].append(passage)
     covered = 0
     for length, passages in by_length.items():
-        wanted = {run for passage in passages for run in _runs(passage, length)}
-        shared = {run for passage in calibrated for run in _runs(passage, length) if run in wanted}
+        wanted = {run for passage in passages for run in _list_runs(passage, length)}
+        shared = {run for passage in calibrated for run in _list_runs(passage, length) if run in wanted}
         covered += _count_covered(passages, length, shared)
     return covered / max(1, sum(map(len, evaluated)))
 
 
 def repeated_share(tokenizer: PreTrainedTokenizerBase | None, sequences: Sequence[Ids]) -> float:
     """Return the share, 0 to 1, of non-special tokens in runs of RUN tokens that occur in more than one sequence."""
-    bare = _bare(tokenizer, sequences)
-    counts = Counter(run for row in bare for run in set(_runs(row, RUN)))
+    bare = _remove_special_tokens(tokenizer, sequences)
+    counts = Counter(run for row in bare for run in set(_list_runs(row, RUN)))
     repeated = {run for run, count in counts.items() if count > 1}
     return _count_covered(bare, RUN, repeated) / max(1, sum(map(len, bare)))
 
 
-def _bare(tokenizer: PreTrainedTokenizerBase | None, rows: Iterable[Ids]) -> list[list[int]]:
+def _remove_special_tokens(tokenizer: PreTrainedTokenizerBase | None, rows: Iterable[Ids]) -> list[list[int]]:
     """Return the rows without special tokens."""
     special = set(() if tokenizer is None else tokenizer.all_special_ids)
     return [[id_ for id_ in row if id_ not in special] for row in rows]
 
 
-def _runs(passage: Ids, length: int) -> list[bytes]:
+def _list_runs(passage: Ids, length: int) -> list[bytes]:
     """Return all runs of `length` ids as bytes, which hash faster than tuples and compare exactly."""
     ids = array("q", passage)
     return [ids[at : at + length].tobytes() for at in range(len(passage) - length + 1)]
@@ -532,6 +532,6 @@ def _count_covered(passages: Iterable[Ids], length: int, shared: Container[bytes
     """Count the tokens of `passages` that are part of any of the `shared` runs of `length` tokens."""
     covered = 0
     for passage in passages:
-        starts = [start for start, run in enumerate(_runs(passage, length)) if run in shared]
+        starts = [start for start, run in enumerate(_list_runs(passage, length)) if run in shared]
         covered += len({start + offset for start in starts for offset in range(length)})
     return covered

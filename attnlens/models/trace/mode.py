@@ -64,7 +64,9 @@ def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Ten
     return factor, visible, bias
 
 
-def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zero: Tensor, scores: Tensor) -> None:
+def check_random_scores(
+    query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zero: Tensor, scores: Tensor
+) -> None:
     """Raise UnreadableError unless `scores` − `zero` is factor · ⟨query, key⟩, up to rounding and a term per query."""
     product = query.to(zero) @ key.to(zero).expand(-1, query.shape[1], -1, -1).transpose(-1, -2)
     predicted = _centre(factor.view(1, -1, 1, 1) * product, visible)
@@ -171,7 +173,7 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
     factor, visible, bias = fit_affine(scores.signs, zero, signs)
     if moved:
         moved_query, moved_key = map(lead.split, scores.moved)
-        check_moved(moved_query, moved_key, factor, visible, zero, *moved)
+        check_random_scores(moved_query, moved_key, factor, visible, zero, *moved)
     query, scale = lead.split(product.left), float(factor[0].detach())
     # a Call has one scale: different factors of heads become part of the queries
     if bool(((factor - scale).abs() > ROUNDINGS * torch.finfo(factor.dtype).eps * abs(scale)).any()):
@@ -297,7 +299,7 @@ class _Tracer(TorchFunctionMode):
         if self.modules is not None and not any(module in self.modules for module, _ in self.running):
             return self.known.run(call)
         if function in SOFTMAXES:
-            return self._softmax(call)
+            return self._trace_softmax(call)
         if function is F.scaled_dot_product_attention:
             result = self._answer_fused(call)
         else:
@@ -317,13 +319,13 @@ class _Tracer(TorchFunctionMode):
                 if product is not None:
                     return product
             if weights is None:
-                return self._product(call, pair, constant=constant)
+                return self._trace_product(call, pair, constant=constant)
             is_sum = call.function in MATMULS and pair[0] is weights and pair[1].dim() > 1
-            result = self._sum(call, weights, pair[1] if is_sum else None)
+            result = self._answer_sum(call, weights, pair[1] if is_sum else None)
         self.known.inputs[result] = True
         return result
 
-    def _product(self, call: FunctionCall, pair: tuple[Tensor, Tensor], *, constant: bool) -> Tensor:
+    def _trace_product(self, call: FunctionCall, pair: tuple[Tensor, Tensor], *, constant: bool) -> Tensor:
         """Compute a product, and trace it as scores unless one side is a weight of the model."""
         result: Tensor = call.run()
         dependent = [part in self.known.inputs for part in pair]
@@ -336,7 +338,7 @@ class _Tracer(TorchFunctionMode):
             self.known.scores[result] = {scores: standins}
         return result
 
-    def _softmax(self, call: FunctionCall) -> Tensor:
+    def _trace_softmax(self, call: FunctionCall) -> Tensor:
         result: Tensor = call.run()
         args, kwargs = call.args, call.kwargs
         logits = args[0] if args else kwargs["input"]
@@ -348,7 +350,7 @@ class _Tracer(TorchFunctionMode):
             self.known.weights[result] = TracedSoftmax(logits, carried)
         return result
 
-    def _sum(self, call: FunctionCall, weights: Tensor, values: Tensor | None) -> Tensor:
+    def _answer_sum(self, call: FunctionCall, weights: Tensor, values: Tensor | None) -> Tensor:
         """Return the answer for weights · `values`. If the weights are used in any other way, `values` is None."""
         softmax = self.known.weights[weights]
         scores = next(iter(softmax.carried))

@@ -189,7 +189,7 @@ def _positions(target: SiteCall) -> list[Tensor]:
 
 def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
     """Return True if `rotation` (None: no change) is the effect of positions on the queries and keys of one token."""
-    parts = [unit(part) if norms else part for part in _sides(probe.alike)]
+    parts = [unit(part) if norms else part for part in _read_sides(probe.alike)]
     if rotation is None:
         return not any(map(_changes_with_position, parts))
     return not any(_differs_from(part, rotation, query_rounding(probe)) for part in parts)
@@ -206,7 +206,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
         return None
     heads = probe.target.call.query.shape[1] + probe.target.call.key.shape[1]
     rows = probe.least if probe.least > 1 else -(-ROWS // heads)
-    parts, others = _sides(probe.alike), _sides(probe(*probe.random(probe.least, seed=6)))
+    parts, others = _read_sides(probe.alike), _read_sides(probe(*probe.random(probe.least, seed=6)))
     if norms:  # lengths may depend on the position, e.g. with a temperature for long contexts (Beam)
         parts, others = ([unit(part) for part in side] for side in (parts, others))
     changes = [part - other for part, other in zip(parts, others, strict=True)]
@@ -215,7 +215,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     if probe.target.site.part == "cross":
         raise unreadable("in cross-attention, queries and keys depend on their positions")
     with linear({module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}):
-        query, key = _sides(probe(*probe.random(rows, seed=5)))
+        query, key = _read_sides(probe(*probe.random(rows, seed=5)))
     rounding = query_rounding(probe)
     rotation = fit_rotation(query, key, rounding)
     if any(_differs_from(part, rotation, rounding) for part in parts):
@@ -247,7 +247,7 @@ def query_rounding(probe: Probe) -> float:
     return float(torch.finfo(probe.target.call.query.dtype).eps)
 
 
-def _sides(call: Call) -> list[Rows]:
+def _read_sides(call: Call) -> list[Rows]:
     """Return the queries and the keys of all inputs and heads; leave out heads with values that are not finite."""
     parts = (part.double().transpose(0, 1) for part in (call.query, call.key))
     return [part[part.isfinite().flatten(1).all(-1)].flatten(0, 1) for part in parts]

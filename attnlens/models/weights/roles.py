@@ -161,7 +161,7 @@ def read_layer(
     used: dict[str, set[int]] = {}  # rows with a role, by tensor name; empty if all rows have the role
     for role, rows in rows_by_role.items():
         for kind in ("weight", "bias"):
-            name = inside + (rows.name if kind == "weight" else _bias_of(rows.name))
+            name = inside + (rows.name if kind == "weight" else _name_bias(rows.name))
             if name in parameters and (kind == "weight" or name != inside + rows.name):
                 parts[f"{role}.{kind}"] = rows.read(parameters[name])
                 used.setdefault(name, set()).update(rows.index.flatten().tolist())
@@ -186,7 +186,7 @@ def read_layer(
     if isinstance(factors, Factors):
         pairs = [] if factors.rotation is None else [(a, b) for a, b in factors.rotation.pairs.tolist()]
     headless = {name for name in parts if name in parameters and not name.startswith(inside)}
-    headless |= {_bias_of(output[0])} if output is not None else set()
+    headless |= {_name_bias(output[0])} if output is not None else set()
     maps = [path for path, module in block.named_modules() if type(module).__name__ == "Conv1D"]
     return Layer(
         parts,
@@ -225,7 +225,7 @@ def _prefix_in_block(path: str) -> str:
     return f"{prefix}." if prefix else ""
 
 
-def _bias_of(name: str) -> str:
+def _name_bias(name: str) -> str:
     return re.sub(r"weight$", "bias", name)
 
 
