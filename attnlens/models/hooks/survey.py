@@ -28,7 +28,7 @@ from attnlens.records import Call, Site
 from attnlens.wording import group_pairs
 
 PARTS_BY_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "audio": "audio", "text": "text"}
-"""transformers' name of a modality → part of the model that reads it."""
+"""Part of a model that reads a modality, keyed by transformers' name of the modality."""
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
@@ -211,7 +211,7 @@ def number_within_parts(sites: Sequence[Site]) -> list[Site]:
 
 
 def _find_layer_numbers(sites: Sequence[Site]) -> Sequence[int]:
-    """Return the layer number in the path of each site or, if these numbers are ambiguous, 0, 1, 2 …"""
+    """Return the layer number in each site's path or, if these numbers are ambiguous, each site's index."""
     indices = [tuple(int(name) for name in site.path.split(".") if name.isdecimal()) for site in sites]
     if len({len(index) for index in indices}) > 1:
         return range(len(sites))
@@ -443,7 +443,7 @@ the difference is at most 2e-6 for 44 architectures, and over 0.1 if a softcap o
 PART = 2**22  # numbers compared at once, to limit the memory of their float64 copies
 
 Precise = Callable[[SiteCall], AbstractContextManager[tuple[PreTrainedModel, nn.Module]]]
-"""Maps a site to a context in which its module, and the model the module belongs to, compute in float64."""
+"""Function that takes a site, and returns a context that yields the model and the site's module in float64."""
 
 
 def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise | None = None) -> float:

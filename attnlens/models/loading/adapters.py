@@ -254,7 +254,7 @@ def _match_names(
 
 @contextmanager
 def _limit_matching() -> Iterator[None]:
-    """Inside the `with`, raise TimeoutError if a module pattern is too long or if all matching exceeds SECONDS."""
+    """Inside the `with`, raise TimeoutError if a module pattern is too long or if matching takes SECONDS in total."""
     compiled, spent = cache(regex.compile), 0.0  # peft matches thousands of expressions, too many for regex's own cache
 
     def match(method: str, expression: str, path: str) -> object:

@@ -227,10 +227,10 @@ def quiet(place: Location | None = None) -> Iterator[None]:
 
 
 TIMES, PARTS_TIMES = 8, 16
-"""Largest allowed ratios: of the numbers in a model to those in its files, which store tied weights once; and of the
-model's modules and tensors to the tensors in its files."""
+"""Maximum ratios: numbers in a model to numbers in its files (which store tied weights once), and modules and tensors
+in the model to tensors in the files."""
 SPARE, SPARE_BUFFERS, SPARE_PARTS = 2**24, 2**28, 2**12
-"""Allowances beyond these ratios: of numbers in weights, of numbers in buffers (position tables, masks), of parts."""
+"""Numbers in weights, numbers in buffers (position tables, masks), and modules and tensors allowed in addition."""
 
 
 @contextmanager

@@ -111,7 +111,7 @@ class DeferredWeights:
 
     @cached_property
     def _targets(self) -> Mapping[str, tuple[str, bool]]:
-        """(First parameter or buffer made from a tensor, True if the tensor is converted), keyed by stored name."""
+        """Name of the first parameter or buffer made from each stored tensor, and True if the tensor is converted."""
         renamings = [entry for entry in self._mapping if isinstance(entry, core_model_loading.WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, core_model_loading.WeightConverter)]
         state, prefix, targets = self.model.state_dict(), self.model.base_model_prefix, {}

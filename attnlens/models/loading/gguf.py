@@ -126,13 +126,13 @@ HIDDEN_SCALES = ("logit_scale", "residual_scale", "embedding_scale", "use_parall
 """Fields of some llama.cpp architectures that change hidden states or logits; they, too, must agree with the model."""
 KNOWN = {*ATTRIBUTES, *SHAPES, *ROTARY, *UNSUPPORTED, *QWEN_35, *CHECKED, *HIDDEN_SCALES}
 GATING = {"gpt-oss": 3, "minimax-m2": 2}
-"""Architecture → ggml's number of the function that weights experts. All others: 1, the softmax over all experts."""
+"""ggml's number of the function that weights experts, by architecture; others use 1, the softmax over all experts."""
 BETAS = (("fast", 32.0), ("slow", 1.0))
 """Ends of YaRN's ramp, in rotations over the original context, with llama.cpp's defaults."""
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
-"""Architecture → layer count of the Gemma size whose score scale uses hidden_size / heads instead of head_dim."""
+"""Layer count, by architecture, of the Gemma size whose score scale uses hidden_size / heads instead of head_dim."""
 ATTENTION_NAMES = re.compile(r"attn|attention|(\b|_)rope|indexer|embd|token_types")
-"""Pattern in the names of fields and tensors that change attention or its inputs."""
+"""Pattern for the names of fields and tensors that change attention or its inputs."""
 
 
 class Settings:

@@ -268,8 +268,8 @@ def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
 def check_entries(folder: Path, names: Iterable[str], *, adapter_too: bool = False, gguf: bool = False) -> None:
     """Raise ModelError for files next to the weights that transformers must not open.
 
-    These are an adapter (unless `adapter_too`) and a distributed checkpoint. For weights other than GGUF, which
-    includes config and tokenizer, these are also files that are not regular, link out of the folder or are too large.
+    These are an adapter (unless `adapter_too`) and a distributed checkpoint. Unless the weights are GGUF, these are
+    also files that are not regular, link out of the folder or are too large.
     """
     for name in sorted(names):
         path = folder / name

@@ -25,7 +25,7 @@ CONTROLLERS = {
     "": ("", ("memory.max", "memory.current", "inactive_file")),
     "memory": ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
 }
-"""Cgroup controller, as listed by Linux → its folder under GROUPS, and its names for limit, usage and file pages."""
+"""Names of the folder under GROUPS and of limit, usage and file pages, keyed by Linux's name of the controller."""
 GIB = 2**30
 
 

@@ -255,7 +255,7 @@ def _decode_transposed(
 
 
 def _read_matrices(parts: Parts[Shaped]) -> tuple[Shaped, Shaped, Shaped, int]:
-    """Return the codes, zeros and scales of a GPTQ or AWQ weight, and the bits per code, derived from their shapes."""
+    """Return the codes, zeros and scales of a GPTQ or AWQ weight, and the bits per code, computed from the shapes."""
     codes, zeros, scales = matrices = parts[""], parts[".qzeros"], parts[".scales"]
     require(all(len(matrix.shape) == 2 for matrix in matrices), "its codes, zeros and scales are not matrices")
     require(not isinstance(codes, Tensor) or codes.dtype == torch.int32, "its codes are not 32-bit words")

@@ -63,7 +63,7 @@ class Batches:
         return len(self.batches)
 
     def some(self, sequences: int) -> Batches:
-        """Return evenly spaced forward passes that have at least `sequences` sequences in total, or all passes."""
+        """Return evenly spaced forward passes with at least `sequences` sequences in total, or all if too few exist."""
         count = -(-len(self.batches) * sequences // self.sequences)
         if count >= len(self.batches):
             return self

@@ -43,7 +43,7 @@ RANDOM = {"image": "random pixels", "audio": "random sound"}  # names of random 
 TYPE_NUMBERS = {"image": 1, "audio": 3}  # values of `mm_token_type_ids` for placeholders; text is 0
 MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")  # parameter names of a sound's mask
 ALIASES = {"grid_thw": "image_grid_thw", "merge_sizes": "image_merge_sizes", "pixel_position_ids": "image_position_ids"}
-"""Parameter names of vision models without a language model → names that processors give to these inputs."""
+"""Names that processors give to inputs of vision models without a language model, keyed by parameter name."""
 SAY = {
     "image": "Give an image in a format that Pillow supports, such as .png or .jpg.",
     "audio": "Give an uncompressed .wav file (PCM with 8, 16, 24 or 32 bits).",
@@ -137,7 +137,7 @@ class Feed:
     seed: int
     skip: int = 0  # index of the first random draw
     files: Mapping[Modality, Sequence[Mapping[str, Tensor]]] = field(default_factory=dict)
-    """Modality read from files → its prepared inputs, one item per sequence."""
+    """Prepared inputs read from files, one item per sequence, keyed by modality."""
 
     def __post_init__(self) -> None:
         """Start the digest of each modality's random inputs."""

@@ -489,9 +489,9 @@ def shared_share(
     """Return the share, 0 to 1, of evaluated tokens in runs that also occur within a calibration passage.
 
     A run has RUN tokens, or fewer if all calibration passages are shorter; special tokens are left out. An evaluated
-    passage of LEAST to RUN tokens counts if it occurs as a whole; from 2 · LEAST tokens on, its first or last token can
-    be missing, because the beginning of a text is tokenized differently from its repetitions. If there are no evaluated
-    tokens, the share is 0.
+    passage of LEAST to RUN tokens counts if all of it occurs. If it has at least 2 · LEAST tokens, its first or last
+    token can be missing, because the beginning of a text is tokenized differently from later repetitions. If there are
+    no evaluated tokens, the share is 0.
     """
     evaluated, calibrated = (_remove_special_tokens(tokenizer, rows) for rows in (evaluated, calibrated))
     longest = min(RUN, max(map(len, calibrated), default=0))

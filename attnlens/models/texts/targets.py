@@ -141,7 +141,7 @@ def feed(loaded: Loaded, batches: Batches, task: Task, seed: int) -> list[Fed]:
 
 
 def meanings(task: Task, *, noise: bool) -> list[str]:
-    """Return notes that explain the loss or the comparison and, for random input, why there is no loss."""
+    """Return notes on the task's loss or compared outputs, and a note if the input is noise."""
     return [MEANINGS[task]] * (task == "hidden" or not noise) + [ON_NOISE] * noise
 
 

@@ -224,11 +224,11 @@ class Provenance:
     """Origins of the tensors in one forward pass; the tensors are weakly referenced."""
 
     scores: MutableMapping[Tensor, dict[TracedScores, Standins]] = field(default_factory=WeakIdKeyDictionary)
-    """Tensor → stand-ins of the tensor for each traced product on which it depends."""
+    """Stand-ins of each tensor, keyed by the traced products on which the tensor depends."""
     inputs: MutableMapping[Tensor, bool] = field(default_factory=WeakIdKeyDictionary)
     """Tensors that depend on the model's inputs other than masks and positions."""
     weights: MutableMapping[Tensor, TracedSoftmax] = field(default_factory=WeakIdKeyDictionary)
-    """Tensor → the softmax whose weights it contains."""
+    """The softmax whose weights a tensor contains, keyed by tensor."""
 
     def run(self, call: FunctionCall) -> Any:
         """Run the call, record the origins of its result, and return the result."""

@@ -177,7 +177,7 @@ def smallest(probe: Probe) -> Probe:
 
 
 Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextManager[None]]
-"""(module, names) → context in which the module's parameters and buffers of these names have values."""
+"""Function of (module, names); returns a context in which these parameters and buffers of the module have values."""
 
 
 def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ...]) -> list[str]:
