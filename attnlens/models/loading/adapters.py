@@ -283,8 +283,8 @@ def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: l
 
     paths = [path for path, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D | nn.Embedding)]
     if lacking := sorted(set(modules) - set(paths)):
-        problem = f"The adapter in {file.parent} was trained on another base model: it changes {format_names(lacking)}"
-        raise ModelError(f"{problem}, but this model has no such linear layer or embedding.", say_base)
+        problem = f"The adapter in {file.parent} was trained on a different base model: this model has no linear layer "
+        raise ModelError(f"{problem}or embedding called {format_names(lacking)}.", say_base)
     values = {name: value for name, value in settings.items() if name in {*NAMING, *APPLIED, "modules_to_save"}}
     if values.get("target_modules", "all-linear") == "all-linear":
         values["target_modules"] = modules
