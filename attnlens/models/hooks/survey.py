@@ -246,10 +246,7 @@ def without_cache(model: PreTrainedModel) -> dict[str, bool]:
 
 
 def without_logits(model: PreTrainedModel) -> dict[str, int]:
-    """Return the keyword argument that limits logits to the last position; {} if `forward` has no such argument.
-
-    The argument saves time if logits are not used: with a large vocabulary, logits can take longer than the layers.
-    """
+    """Return the keyword argument that limits logits to the last position; {} if `forward` has no such argument."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 

@@ -198,10 +198,7 @@ def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
 
 
 def _merge_layer(path: str, layer: LoraLayer) -> None:
-    """Add a layer's update to its weight in float64, and round the sum to the weight's type.
-
-    Raises ModelError if a DoRA magnitude or row norm is 0 or not finite.
-    """
+    """Merge a layer's update in float64, then round. Raises ModelError for DoRA norms that are 0 or not finite."""
     base_layer, magnitudes = cast("nn.Linear", layer.get_base_layer()), list(layer.lora_magnitude_vector.parameters())
     dtype = base_layer.weight.dtype
     cast("nn.Module", layer).double()

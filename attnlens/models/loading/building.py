@@ -198,8 +198,7 @@ def quiet(place: Location | None = None) -> Iterator[None]:
     """Inside the context, silence progress bars, logs and warnings, block code from the hub, and parse GGUF only once.
 
     With `place`, old names in the model's config are accepted, too. A patch blocks code from the hub, because RWKV,
-    YOSO and MRA load kernels while they are built, even with use_kernels=False. USE_HUB_KERNELS is read only when
-    transformers is imported, and HF_HUB_OFFLINE allows cached code.
+    YOSO and MRA load kernels while they are built, even with use_kernels=False or HF_HUB_OFFLINE.
     """
     from transformers.utils import logging
 

@@ -144,11 +144,8 @@ def reachable(endpoint: str) -> bool:
 
 
 def _address(text: str, variable: str) -> tuple[SplitResult, int]:
-    """Return the parts and the port of an address; raise ModelError if it is invalid.
-
-    The message names `variable` instead of the address, because an address can contain a password.
-    """
-    try:
+    """Return the parts and the port of an address. Raises ModelError if the address is invalid."""
+    try:  # error messages name the variable, since the address can contain a password
         parts = urlsplit(text if "://" in text else f"//{text}")
         port = parts.port
     except ValueError as error:

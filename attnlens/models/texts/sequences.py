@@ -452,7 +452,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, *, special: bool) -> list[int]:
-    """Return the ids of `text`, with special tokens if `special`; suppress the tokenizer's warning about long texts."""
+    """Return the ids of `text`, with special tokens if `special`."""
     with _tokenizing(tokenizer, content):
         ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return ids

@@ -137,8 +137,7 @@ class Lead:
 def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -> Lead:
     """Find the axis of the heads among the leading axes `shape` of scores; raise UnreadableError if it is ambiguous.
 
-    The number of heads is the number of query vectors per token or, if the module pools queries, of key vectors per
-    token.
+    The number of heads is the number of queries per token or, if the module pools its queries, of keys per token.
     """
     total, count, axes = math.prod(shape), math.prod(tokens or (0,)), f"queries have the axes {(*shape, queries)}"
     counts = [total * rows // count for rows in (queries, keys) if count and total * rows % count == 0]
@@ -249,9 +248,8 @@ def trace_attention(
     raised if the attention of any of them is now unreadable. If `modules` is None, all modules are traced, the model
     computes unreadable attention itself, and the yielded dict contains the reason for each such module. `content`
     contains the tensors on which queries and keys depend, by default the model's inputs except masks and positions.
-    With `prove`, the model uses its own results, and attention is also unreadable if its result differs from the one
-    recomputed from the Call. `on_weights` is called with each module and its attention weights, (batch, heads, queries,
-    keys).
+    With `prove`, the model uses its own results, and attention whose recomputed result differs is also unreadable.
+    `on_weights` is called with each module and its attention weights, (batch, heads, queries, keys).
     """
     tracer = _Tracer(answer, None if modules is None else set(modules), content, prove, on_weights)
     parts = list(model.modules())

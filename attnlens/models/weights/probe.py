@@ -150,7 +150,7 @@ class Probe:
         return len(self.alike.query)
 
     def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
-        """Return random normal inputs for queries and for keys; with `alike`, a sequence repeats a single token."""
+        """Return random normal inputs for queries and for keys; with `alike`, each sequence repeats a single token."""
         generator = torch.Generator().manual_seed(seed)
         draws = []
         for _, *tokens, size in self.shapes:
@@ -181,10 +181,7 @@ Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextMa
 
 
 def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ...]) -> list[str]:
-    """Return the names of all buffers, and of the parameters on which the module's queries and keys depend.
-
-    Gradients identify these parameters before any values are loaded, so that no other parameters are loaded.
-    """
+    """Return the names of all buffers, and of the parameters on which the module's queries and keys depend."""
     parameters, buffers = dict(target.module.named_parameters()), dict(target.module.named_buffers())
     leaves = {name: part.detach().requires_grad_() for name, part in parameters.items() if part.is_floating_point()}
     probe = smallest(Probe(model, target, parameters | leaves | buffers, layout))

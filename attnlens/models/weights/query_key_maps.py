@@ -175,10 +175,7 @@ class Turns:
 
 
 def _kind(target: SiteCall) -> tuple[object, ...]:
-    """Return the kind of a site: its module's class, its part, and the ids of its position tensors.
-
-    Sites of equal kind usually have equal rotations.
-    """
+    """Return the kind of a site: its module's class, its part, and the ids of its position tensors."""
     return type(target.module), target.site.part, *map(id, _positions(target))
 
 
