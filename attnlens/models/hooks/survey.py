@@ -133,7 +133,7 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[SiteCal
 def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
     """Run a forward pass and return the attention found; raise ModelError if none can be read.
 
-    If attention is not finite, run a second pass, in which NaN and infinite weights are replaced by 0.
+    If attention is not finite, and any weights are NaN or infinite, run a second pass with these weights set to 0.
     """
     paths = {module: path for path, module in model.named_modules()}
     running: dict[nn.Module, tuple[tuple[object, ...], dict[str, object]]] = {}  # module → arguments

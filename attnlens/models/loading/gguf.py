@@ -296,7 +296,7 @@ class Settings:
             config.original_max_position_embeddings = rotation["original_max_position_embeddings"]
 
     def _frequencies(self, count: int, *, local: bool) -> NDArray[numpy.float64]:
-        """Compute `count` rotary frequencies by llama.cpp's rules (of sliding layers if `local`); [] if impossible."""
+        """Return llama.cpp's `count` rotary frequencies (for sliding layers if `local`); [] for invalid settings."""
         base, kind, factor = self._number("rope.freq_base", 10000.0), *self._scaling
         if local:
             base = self._number("rope.freq_base_swa", 10000.0 if self.architecture == "gemma3" else base)
