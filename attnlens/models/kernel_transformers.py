@@ -61,9 +61,9 @@ WAVELENGTH = 10_000.0  # wavelength of the slowest sinusoid, in units of 2π tok
 
 
 def sinusoids(places: Float[Tensor, " places"], d_model: int) -> Float[Tensor, "places d_model"]:
-    """Return sin(t/10000^{2p/d_model}) for places t and p < d_model/2, followed by the cosines of the same angles.
+    """Return sin(t/10000^{2p/d_model}) for positions t and p < d_model/2, followed by the cosines of the same angles.
 
-    Vaswani et al. 2017 alternate sines and cosines.
+    Vaswani et al. 2017 interleave sines and cosines.
     """
     half = torch.arange((d_model + 1) // 2, device=places.device, dtype=places.dtype)
     angles = places[:, None] * torch.exp(-math.log(WAVELENGTH) * 2 * half / d_model)
@@ -91,12 +91,12 @@ class PositionScores(nn.Module):
         if positions == "table":
             self.vectors = nn.Parameter(torch.randn(2 * FURTHEST + 1, head_dim) * head_dim**-0.5)
         elif positions == "product":
-            self.relative = _projection(d_model)
+            self.relative = _build_projection(d_model)
         else:
-            self.place = _projection(d_model)
+            self.place = _build_projection(d_model)
 
     def forward(self, query: Split, keys: int, scale: float) -> Added:
-        """Compute the scores of `query` = f W_Q for `keys` keys, with s = `scale`; the batch is 1 if f is unused."""
+        """Compute the scores, (batch or 1, heads, queries, keys), for `query` = f W_Q and s = `scale`."""
         queries = query.shape[2]
         if self.place is not None:
             projected = self._project(self.place, query, 0, max(queries, keys))
@@ -120,9 +120,9 @@ OWN = "eager"  # name of transformers' implementation under which KernelAttentio
 class KernelAttention(nn.Module):
     """Attention Σ_j k(x_i, x_j)/Σ_j k(x_i, x_j) · v(x_j) W_O over the allowed j, per head (Tsai et al. 2019, Def. 1).
 
-    x = (f, t): features and positions, combined according to `form`. If the configuration names an attention
-    implementation other than OWN, as it does while attnlens watches or replaces attention, that implementation computes
-    the softmax of log k, which it receives as products of transformed queries and keys.
+    x = (f, t) combines features and positions according to `form`. While attnlens watches or replaces attention, the
+    configuration names an attention implementation other than OWN. That implementation computes the softmax of log k,
+    which it receives as products of transformed queries and keys.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class KernelAttention(nn.Module):
         self.causal = place == "decoder"
         self.positions = form.positions if place in form.places else "none"
         self.kernel = parsed(form.kernel)
-        self.query = _projection(d_model)
+        self.query = _build_projection(d_model)
         symmetric = form.symmetric or form.positions == "symmetric product"  # Eq. 9 also has W_Q = W_K
-        self.key = None if symmetric else _projection(d_model)
+        self.key = None if symmetric else _build_projection(d_model)
         self.primal = PrimalHeads(heads, d_model // heads, form.scores) if primal else None
-        self.value = None if primal else _projection(d_model)
-        self.output = _projection(d_model)
+        self.value = None if primal else _build_projection(d_model)
+        self.output = _build_projection(d_model)
         adds = self.positions not in ("none", "sum")
         self.added = PositionScores(self.positions, d_model, heads) if adds else None
 
@@ -191,14 +191,14 @@ class KernelAttention(nn.Module):
         return projected.reshape(*projected.shape[:2], self.heads, -1).transpose(1, 2)
 
 
-def _projection(d_model: int) -> nn.Linear:
+def _build_projection(d_model: int) -> nn.Linear:
     layer = nn.Linear(d_model, d_model, bias=False)
     nn.init.xavier_uniform_(layer.weight)
     return layer
 
 
 def _token_sinusoids(features: States) -> Float[Tensor, "tokens d_model"]:
-    """Return the sinusoids of each token's position, about as large as the token's features after a layer norm."""
+    """Return the sinusoids of the positions of all tokens."""
     places = torch.arange(features.shape[1], device=features.device, dtype=features.dtype)
     return sinusoids(places, features.shape[2])
 
@@ -254,7 +254,7 @@ class Stack(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Token embeddings, which are rows of √d_model · E, and next-token logits h Eᵀ of features h, with the same E."""
+    """Token embeddings (rows of √d_model · E) and next-token logits (h Eᵀ for features h), with a shared matrix E."""
 
     def __init__(self, size: int, d_model: int) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Embeddings(nn.Module):
         return cast("Tensor", self.table(ids) * self.table.embedding_dim**0.5)
 
     def logits(self, features: States) -> Float[Tensor, "batch tokens vocabulary"]:
-        """Return the logits of all tokens of the vocabulary for each of the features."""
+        """Return the next-token logits at each position."""
         return features @ self.table.weight.mT
 
 
@@ -306,7 +306,7 @@ class EncoderDecoder(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Classifier of token ids or of a time series with several channels, on the mean of an encoder's features."""
+    """Classifier of token ids or multichannel time series: a linear layer on the mean of an encoder's features."""
 
     def __init__(self, config: KernelTransformerConfig, form: AttentionForm) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class Classifier(nn.Module):
 
 
 class KernelTransformerConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
-    """Sizes of a small transformer, and the form of its attention: a dictionary with the fields of `AttentionForm`."""
+    """Sizes of a small transformer, and the form of its attention as a dictionary (see `AttentionForm`)."""
 
     model_type = KERNEL_TRANSFORMER
 
@@ -379,7 +379,7 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
         labels: Tensor | None = None,
         **_more: object,
     ) -> ModelOutput:
-        """Map ids (batch, tokens), or a series (batch, steps, channels), to logits; with `labels`, also to the loss.
+        """Compute logits, and with `labels` the loss, for ids (batch, tokens) or a series (batch, steps, channels).
 
         The labels of a causal language model are its input ids, which this method shifts; labels of −100 are ignored.
         """
@@ -392,7 +392,7 @@ class KernelTransformer(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """Return True: transformers' own test searches for names in the source, but does not find `KernelAttention`."""
+        """Return True, because transformers' own test does not recognise `KernelAttention`."""
         return True
 
     def attentions(self) -> list[KernelAttention]:

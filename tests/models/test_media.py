@@ -232,7 +232,7 @@ def test_each_window_follows_the_next_image(tmp_path):
     assert all(bool((batch.inputs["input_ids"][:, :16] == IMAGE).all()) for batch in batches)
     assert not batches.made_up
     assert texts.batches(model, [PROSE], texts.Cut(tokens=8, sequences=2, image=files)).notes == ()
-    with pytest.raises(UsageError, match="2 files are more than --windows 1"):
+    with pytest.raises(UsageError, match="2 files for --windows 1"):
         texts.batches(model, [PROSE], texts.Cut(tokens=8, sequences=1, image=files))
     with pytest.raises(UsageError, match="one file of each kind, but there are 2 for image and 1 for audio"):
         cutting._count_files({"image": files, "audio": files[:1]}, 9)

@@ -34,8 +34,8 @@ Implementations = list[tuple[PreTrainedConfig, str | None]]
 
 @contextmanager
 def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | None = None) -> Iterator[None]:
-    """Inside the `with`, use the attention implementation `name` or, in parts set to eager, `in_place_of_eager`."""
-    previous = _implementations(model)
+    """Inside the `with`, use the attention implementation `name`, or `in_place_of_eager` where attention is eager."""
+    previous = _list_implementations(model)
     try:
         _choose(model, previous, name, in_place_of_eager or name)
         yield
@@ -46,7 +46,7 @@ def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | N
 
 
 def _choose(model: PreTrainedModel, previous: Implementations, name: str, in_place_of_eager: str) -> bool:
-    """Set the attention implementation of all parts that use transformers' interface; return True if any do."""
+    """Set the attention implementation of all parts that use transformers' interface; return True if there are any."""
 
     def can_set(part: nn.Module) -> TypeGuard[PreTrainedModel]:
         # private: transformers has no public test; its setter only logs a warning about a class without the interface
@@ -71,7 +71,7 @@ def list_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return [config for config in configs.values() if isinstance(config, PreTrainedConfig)]
 
 
-def _implementations(model: PreTrainedModel) -> Implementations:
+def _list_implementations(model: PreTrainedModel) -> Implementations:
     # private: no public attribute of a configuration has the name
     configs = [config for config in list_configs(model) if hasattr(config, "_attn_implementation")]
     return [(config, config._attn_implementation) for config in configs]
@@ -186,7 +186,7 @@ def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor])
 
     Raises ModelError if no part of the model uses transformers' attention interface.
     """
-    if not _choose(model, _implementations(model), *_register(name, answer)):
+    if not _choose(model, _list_implementations(model), *_register(name, answer)):
         raise out_of_reach(model)
 
 
@@ -268,7 +268,7 @@ def replace(
     calls = counter.calls  # the number of a module's earlier calls identifies the site
 
     def begin_pass(*_: object) -> None:
-        # round up counts left incomplete by a pass that an exception ended
+        # if an exception ended the last pass, round its counts up to a whole pass
         for path in calls:
             calls[path] += -calls[path] % len(by_path[path])
 
@@ -301,7 +301,7 @@ def replace(
 
 
 def attend_swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tensor:
-    """Compute the output, (batch, queries, heads, value_dim), of one site with its kernel replaced as in `swap`."""
+    """Compute the output, (batch, queries, heads, value_dim), of one site with the kernel replaced as in `swap`."""
     total = call.query.shape[1]
     if swap.heads is None or swap.heads == tuple(range(total)):
         return attend(call, swap.kernel, path)
@@ -313,4 +313,4 @@ def attend_swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tenso
 
 def is_answered(model: PreTrainedModel) -> bool:
     """Return True if attnlens currently replaces the model's attention, in a `with` block or permanently."""
-    return model in _answered_models or any((name or "").startswith(NAMES) for _, name in _implementations(model))
+    return model in _answered_models or any((name or "").startswith(NAMES) for _, name in _list_implementations(model))

@@ -28,11 +28,11 @@ from attnlens.records import Call, Site
 from attnlens.wording import group_pairs
 
 PARTS_BY_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "audio": "audio", "text": "text"}
-"""transformers' name of a modality → part of the model that reads it."""
+"""Part of a model that reads a modality, keyed by transformers' name of the modality."""
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
-    """Map each module to vision, audio or text: what the innermost submodel that contains the module reads.
+    """Map each module to the modality (vision, audio or text) of the innermost submodel that contains the module.
 
     The decoder of an encoder–decoder, and submodels with several or unknown modalities, are left out. Return {} unless
     there are at least two different modalities.
@@ -60,7 +60,7 @@ UNTRACED = "it does not multiply values by a softmax of query–key products"
 
 @dataclass(frozen=True)
 class SiteCall:
-    """A site that a forward pass reached, with the call of the site's module."""
+    """A site reached by a forward pass, with the call of the site's module."""
 
     site: Site
     module: nn.Module
@@ -79,7 +79,7 @@ class SiteCall:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Permutation of the axes of the module's inputs to (batch, tokens, …, d_model); the identity if none fits."""
+        """Permutation of the inputs' axes that gives (batch, tokens, …, d_model); the identity if none fits."""
         hidden, query = self.arguments[self.input_name], self.call.query
         usual = tuple(range(hidden.dim()))
         for axes in (usual, (1, 0, *usual[2:]), (0, *usual[2:], 1)) if hidden.dim() > 2 else ():
@@ -89,7 +89,7 @@ class SiteCall:
         return usual
 
     def sequences(self, hidden: Tensor, layout: tuple[int, ...] | None = None) -> Tensor:
-        """Permute an input by `layout` (None: this call's) to (batch, tokens, …, d_model); add a missing batch axis."""
+        """Permute an input by `layout` (default: `self.layout`) to (batch, tokens, …, d_model), or add a batch axis."""
         return hidden[None] if hidden.dim() == 2 else hidden.permute(layout or self.layout)
 
     def inputs(self, layout: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ class Survey:
 
     @property
     def missed(self) -> dict[str, str | None]:
-        """Path of each innermost attention module that is not a site → the reason; None if the module did not run."""
+        """Reason for each attention module that is not a site, by path; None if the module did not run."""
         named = dict(self.model.named_modules())
         parts_of_sites = {part for target in self.sites for part in target.module.modules()}
         refused = {name: self.refused[module] for name, module in named.items() if module in self.refused}
@@ -133,7 +133,7 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[SiteCal
 def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
     """Run a forward pass and return the attention found; raise ModelError if none can be read.
 
-    If attention is not finite, return that of a second pass, in which NaN and infinite weights are replaced by 0.
+    If attention is not finite, and any weights are NaN or infinite, run a second pass with these weights set to 0.
     """
     paths = {module: path for path, module in model.named_modules()}
     running: dict[nn.Module, tuple[tuple[object, ...], dict[str, object]]] = {}  # module → arguments
@@ -184,7 +184,7 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
 
 @contextmanager
 def finite_weights(model: PreTrainedModel) -> Iterator[bool]:
-    """Inside the `with`, set weights that are NaN or infinite to 0; yield True if there are any."""
+    """Inside the `with`, set NaN and infinite weights to 0; yield True if there are any."""
     replaced = [
         (weight.data, places, weight.data[places])
         for weight in model.parameters()
@@ -200,18 +200,18 @@ def finite_weights(model: PreTrainedModel) -> Iterator[bool]:
 
 
 def number_within_parts(sites: Sequence[Site]) -> list[Site]:
-    """Return the sites with layers numbered within each part (encoder, decoder …); if there is one part, unchanged."""
+    """Return the sites with layers numbered within each part (encoder, decoder …), unless there is only one part."""
     by_part = group_pairs((site.part, site) for site in sites)
     if len(by_part) == 1:
         return list(sites)
     numbers = {
-        site: number for part in by_part.values() for site, number in zip(part, _layer_numbers(part), strict=True)
+        site: number for part in by_part.values() for site, number in zip(part, _find_layer_numbers(part), strict=True)
     }
     return [replace(site, number=numbers[site]) for site in sites]
 
 
-def _layer_numbers(sites: Sequence[Site]) -> Sequence[int]:
-    """Return the layer numbers in the module paths of one part's sites; if they are ambiguous, count sites from 0."""
+def _find_layer_numbers(sites: Sequence[Site]) -> Sequence[int]:
+    """Return the layer number in each site's path or, if these numbers are ambiguous, each site's index."""
     indices = [tuple(int(name) for name in site.path.split(".") if name.isdecimal()) for site in sites]
     if len({len(index) for index in indices}) > 1:
         return range(len(sites))
@@ -246,15 +246,12 @@ def without_cache(model: PreTrainedModel) -> dict[str, bool]:
 
 
 def without_logits(model: PreTrainedModel) -> dict[str, int]:
-    """Return the keyword argument that limits logits to the last position; {} if `forward` has no such argument.
-
-    The argument saves time if logits are not used: with a large vocabulary, logits can take longer than the layers.
-    """
+    """Return the keyword argument that limits logits to the last position; {} if `forward` has no such argument."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def real_outputs(result: object, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the floating-point outputs, padding removed: top-level tensors or, if there are none, nested ones."""
+    """Return the floating-point outputs without padding: top-level tensors or, if there are none, nested tensors."""
     values = result.to_tuple() if isinstance(result, ModelOutput) else cast("tuple[object, ...]", result)
     outputs = list(filter(_is_floating, values)) or list(filter(_is_floating, tensors(values)))
     return [at_real_tokens(output, inputs) for output in outputs]
@@ -265,7 +262,7 @@ def _is_floating(value: object) -> bool:
 
 
 def as_float64(value: Any, device: torch.device | None = None) -> Any:
-    """Convert floating-point and complex tensors, also nested ones, to double precision; move tensors to `device`."""
+    """Convert floating-point and complex tensors in a nested value to double precision; move tensors to `device`."""
     if isinstance(value, Tensor):
         value = value if device is None else value.to(device)
         wide = torch.complex128 if value.is_complex() else torch.float64
@@ -276,7 +273,7 @@ def as_float64(value: Any, device: torch.device | None = None) -> Any:
 
 
 def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Remove the padding from a tensor (batch, tokens, …) → (real tokens, …); unchanged if no mask has this shape."""
+    """Remove padding from a tensor (batch, tokens, …); return (real tokens, …), or the tensor itself without a mask."""
     mask = _padding_mask(tensor, inputs)
     if mask is None:
         return tensor
@@ -284,7 +281,7 @@ def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return a float32 mask (batch, tokens) for a (batch, tokens, …) tensor: 0 at masked padding, otherwise 1."""
+    """Return a float32 mask, (batch, tokens), for a tensor (batch, tokens, …): 0 at padding, otherwise 1."""
     mask, ones = _padding_mask(tensor, inputs), tensor.new_ones(tensor.shape[:2], dtype=torch.float32)
     return ones if mask is None else mask.to(ones)
 
@@ -326,7 +323,7 @@ def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]
 
 
 def hide_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
-    """Return the call; if it is cross-attention, all keys are hidden from padded queries."""
+    """Return the call with all keys hidden from padded queries if it is cross-attention, else the call unchanged."""
     mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
     if not call.cross or mask is None or mask.shape != call.query.shape[::2] or bool(mask.all()):
         return call
@@ -335,7 +332,7 @@ def hide_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
 
 
 def iterate_unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> Iterator[Call]:
-    """Yield a call for each sequence with real tokens, padding removed; yield the whole call if there is no padding."""
+    """Yield one call per sequence, without padding; if no token is padding, yield the call for the whole batch."""
     masked = hide_padding(call, inputs)
     for batch, queries, keys in real_parts(masked.allowed, call.query.shape[0], site.part):
         yield call if isinstance(queries, slice) else masked.sequences(batch, queries, keys)
@@ -344,11 +341,11 @@ def iterate_unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> It
 def real_parts(
     allowed: Tensor | None, sequences: int, part: Part
 ) -> Iterator[tuple[list[int], Tensor | slice, Tensor | slice]]:
-    """Yield, for each sequence of a batch, [its index] and the indices of its queries and keys that are not padding.
+    """Yield ([index of a sequence], indices of queries, indices of keys) for each sequence, without padding.
 
     Keys that no query sees are padding. In cross-attention, queries that see no key are padding; in self-attention,
-    queries at the positions of padded keys. Sequences that are all padding are skipped. A batch without padding is
-    yielded whole.
+    queries have the same padding as keys. Sequences that are all padding are skipped. A batch without padding is
+    yielded as one item.
     """
     keys = queries = torch.ones(1, 1, dtype=torch.bool)
     if allowed is not None:
@@ -362,7 +359,7 @@ def real_parts(
 
 
 def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """Return (path, module), in execution order, of each module that runs once and is in an outermost ModuleList."""
+    """Return (path, module) of the elements of outermost ModuleLists that run exactly once, in execution order."""
     in_lists: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in in_lists.values()):
@@ -395,7 +392,7 @@ def place_of(site: Site, blocks: Sequence[tuple[str, nn.Module]]) -> int | None:
 
 @contextmanager
 def replay_outputs(blocks: Sequence[tuple[str, nn.Module]], outputs: Mapping[str, object]) -> Iterator[None]:
-    """Inside the `with`, make `blocks` return the outputs recorded under their paths instead of running."""
+    """Inside the `with`, make `blocks` return their recorded outputs instead of running."""
     for path, block in blocks:
         block.forward = lambda *_args, _output=outputs[path], **_kwargs: _output
     try:
@@ -443,7 +440,7 @@ the difference is at most 2e-6 for 44 architectures, and over 0.1 if a softcap o
 PART = 2**22  # numbers compared at once, to limit the memory of their float64 copies
 
 Precise = Callable[[SiteCall], AbstractContextManager[tuple[PreTrainedModel, nn.Module]]]
-"""Maps a site to a context in which its module, and the model the module belongs to, compute in float64."""
+"""Function that takes a site, and returns a context that yields the model and the site's module in float64."""
 
 
 def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise | None = None) -> float:
@@ -451,9 +448,9 @@ def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise
 
     Rounding alone can exceed the tolerance in a deep, saturated or half-precision model. If the error exceeds the
     tolerance, the model is measured site by site: each module computes in float64 on the inputs that it has in the
-    unmodified model. This is left out if the model is already in float64, if a module cannot compute in float64, or if
-    two passes of the unmodified model differ by more than the tolerance. `precise` provides the float64 modules; if it
-    is None, the model's own modules are converted one by one.
+    unmodified model. This step is skipped if the model is already in float64, if a module cannot compute in float64, or
+    if two passes of the unmodified model differ by more than the tolerance. `precise` provides the float64 modules; if
+    it is None, the model's own modules are converted one by one.
     """
     error = difference(model, inputs, answer_calls(model, recompute))
     may_be_rounding = error > IDENTITY_TOLERANCE and model.dtype != torch.float64
@@ -473,7 +470,7 @@ def recompute(call: Call) -> Tensor:
 
 
 def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise) -> float:
-    """Return the largest relative error over sites, measured on the inputs of their modules in one unmodified pass."""
+    """Return the largest relative error over sites, measured on inputs from one pass of the unmodified model."""
     waiting = defaultdict[nn.Module, list[SiteCall]](list)
     for target in survey(model, inputs):
         waiting[target.module].append(target)
@@ -534,7 +531,7 @@ def widen(model: PreTrainedModel, target: SiteCall) -> Iterator[tuple[PreTrained
 
 
 def _stop_upcasting(module: nn.Module) -> list[nn.Module]:
-    """Turn off forced float32 attention (GPT-2's `reorder_and_upcast_attn`); return the modules that had it on."""
+    """Turn off forced float32 attention (GPT-2's `reorder_and_upcast_attn`); return the changed modules."""
     upcasting = [part for part in module.modules() if getattr(part, "reorder_and_upcast_attn", False)]
     for part in upcasting:
         part.reorder_and_upcast_attn = False  # type: ignore[assignment]  # torch types every attribute a tensor
@@ -551,7 +548,7 @@ def allow_float64(model: PreTrainedModel) -> None:
 
 
 def as_dtype(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Convert the floating-point tensors among the inputs (pixels, audio features) to `dtype`."""
+    """Convert floating-point inputs (pixels, audio features) to `dtype`."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
 

@@ -1,11 +1,9 @@
 """Load a model by its name, and describe the model.
 
-Contents: locate.py finds the files, on this machine or a hub; configs.py and gguf.py check configs and headers before
-anything is built; building.py builds the model with transformers; stored.py reads headers and byte ranges, quantised.py
-and gguf.py decode weights, adapters.py merges adapters, deferred.py reads weights in parts; placement.py chooses
-devices and checks free memory.
-Inputs: a name and the options of `load`. Output: `Loaded`. No code from a file is run unless the caller allows it.
-Imported by: the other packages of models, runs, lab and, inside functions, cli.
+locate.py finds the files, on this machine or a hub. configs.py and gguf.py check configs and headers before anything is
+built. building.py builds the model with transformers. stored.py reads headers and byte ranges, quantised.py and gguf.py
+decode weights, adapters.py merges adapters, and deferred.py reads weights module by module. placement.py chooses
+devices and checks free memory. No code from a file is run unless the caller allows it.
 """
 
 from __future__ import annotations
@@ -103,22 +101,21 @@ def load(
     succeeds within two seconds. `trust_remote_code` allows the model's own Python code to run, and `allow_pickle`
     allows weights that are stored as a pickle. `swapped` loads a model that `swap-kernel --save` wrote, but with the
     original kernel; `load_swapped` restores the new kernel as well. `adapter` names a LoRA, rsLoRA or DoRA adapter of
-    peft (a folder or a hub id), which is merged into the weights. `from_files` builds the model from shapes alone and
-    reads weights from their files, module by module: the model can't run, but `inspect` can compute its weights.*
-    measures. `device_map="auto"` spreads the model over GPUs, memory (at most `max_cpu_memory`, e.g. "8GB") and disk;
-    then `dtype="auto"` keeps half precision on the CPU, too.
+    peft (a folder or a hub id), which is merged into the weights. `from_files` builds the model without loading
+    weights: `inspect` reads them from the files module by module to compute weights.* measures, but the model can't
+    run. `device_map="auto"` spreads the model over GPUs, memory (at most `max_cpu_memory`, e.g. "8GB") and disk; then
+    `dtype="auto"` keeps half precision on the CPU, too.
 
-    Raises UsageError for invalid arguments (unknown dtype, a revision of a folder), and for `device_map` without the
-    package accelerate; ModelError if the model or the device does not exist, files are broken, their format does not
-    support `from_files` or `device_map`, the model needs a pickle or its own code without permission, another package
-    is missing, the weights don't fit the config, the model was saved with another kernel, or the adapter is invalid or
-    belongs to another base model; TooLargeError if the model does not fit into free memory (only on the CPU).
+    Raises UsageError for invalid arguments, and for `device_map` without the package accelerate. Raises TooLargeError
+    if the model does not fit into free memory on the CPU. Raises ModelError if the model, the device, a package or a
+    permission is missing, if files are broken, unsupported or do not belong together, or if the model was saved with
+    another kernel.
     """
     options = locals()
     Loading(**{name: options[name] for name in Loading.model_fields})  # raises UsageError for invalid values
     placement.check_device_map(options)
     place_on = placement.choose_device(device)
-    place = find(_name_of(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
+    place = find(_format_name(name), revision, offline=offline, allow_pickle=allow_pickle, leave_weights=from_files)
     place = replace(place, trusts_code=trust_remote_code)
     if not swapped and SWAPPED in names_in(place.folder):
         problem = f"{place.folder} contains a model saved with another kernel, which a plain load would ignore."
@@ -129,7 +126,7 @@ def load(
     if from_files and adapter is not None:
         problem = "--device files (from_files=True) never loads the whole model, so no adapter can be merged."
         raise ModelError(problem, "Merge the adapter into the model, save the merged model, and load it.")
-    files = None if adapter is None else find_adapter(_name_of(adapter), offline=offline)
+    files = None if adapter is None else find_adapter(_format_name(adapter), offline=offline)
     stored = check_files(place, adapter_too=files is not None and files.folder.samefile(place.folder))
     if from_files:
         return _build_from_shapes(place, stored, dtype)
@@ -172,7 +169,7 @@ def _load_into_memory(
 
 
 def _load_spread(place: Location, stored: Mapping[str, Stored], dtype: str, max_cpu_memory: str | None) -> Loaded:
-    """Load the model spread over all devices; `shapes` of the result is the same model with only shapes.
+    """Load the model spread over all devices; in the result, `shapes` is the same model without weight values.
 
     Raises ModelError unless the weights are unquantised safetensors.
     """
@@ -192,7 +189,7 @@ def _load_spread(place: Location, stored: Mapping[str, Stored], dtype: str, max_
 
 
 def _build_from_shapes(place: Location, stored: Mapping[str, Stored], dtype: str) -> Loaded:
-    """Build the model at `place` with shapes alone. Raises ModelError if its weights can't be read individually."""
+    """Build the model at `place` with shapes but no values. Raises ModelError if tensors can't be read individually."""
     import torch
 
     from attnlens.models.loading.deferred import ONE_THREAD, DeferredWeights, SafetensorsFiles, ShapesAlone, widen
@@ -244,7 +241,7 @@ def _describe(
 
 
 def _note_untied(model: PreTrainedModel) -> list[str]:
-    """Return [note] if the config ties the output matrix to the embedding, but the files contain another; else []."""
+    """Return [note] if the config ties the output matrix to the embedding, but the two differ in the files; else []."""
     output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if output is None or not getattr(model.config, "tie_word_embeddings", False):
         return []
@@ -258,7 +255,7 @@ def _note_untied(model: PreTrainedModel) -> list[str]:
     return [f"{problem}: the matrix in the files was used."]
 
 
-def _name_of(name: object) -> str:
+def _format_name(name: object) -> str:
     """Return the name as a string; a relative path object gets the prefix `./` to distinguish it from a hub id."""
     if isinstance(name, os.PathLike):
         arguments.path("name", name)

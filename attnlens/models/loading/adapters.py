@@ -96,7 +96,7 @@ class Adapted:
 
     @contextmanager
     def remove_adapter(self, model: PreTrainedModel, path: str) -> Iterator[bool]:
-        """In the context, undo the merge in the module at `path`, in float64; yield True if any weight is restored.
+        """Inside the context, undo the merge in the module at `path` in float64; yield True if any weight is restored.
 
         peft computes the base weight W = W'/D − s·BA from the rounded merged weight W', the adapter's update s·BA and
         DoRA's factors D (1 without DoRA), so that W'/D − W has exactly the adapter's rank.
@@ -122,8 +122,8 @@ class Adapted:
 def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
     """Merge the adapter into the model's weights in float64, and round the result to the weights' type.
 
-    Raises ModelError if the adapter is of an unsupported kind, does not match the model, or has broken files; after the
-    error, the model must not be used.
+    Raises ModelError if the adapter is of an unsupported kind, does not match the model, or has broken files. The model
+    must not be used after an error.
     """
     import torch
     from safetensors import safe_open
@@ -133,7 +133,7 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
 
         settings_file, tensors_file = weight_file(place.folder, ADAPTER_CONFIG), place.weights[0]
         settings, header = _read_settings(settings_file), read_header(LocalFile(tensors_file))[0]
-        names, unplaced = _match(tensors_file, header, model)
+        names, unplaced = _match_names(tensors_file, header, model)
         low_rank = {name: stored for name, stored in names.items() if ".lora_" in name}
         whole, modules = names.keys() - low_rank, sorted({name.rpartition(".lora_")[0] for name in low_rank})
         if not modules:
@@ -152,7 +152,7 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
         parameters = {name: model.get_parameter(name) for name in whole}
         originals = {name: parameter.data for name, parameter in parameters.items()}
 
-        # state_dict's keys name the modules to wrap; on meta, a rank of any size takes no memory and no random numbers
+        # state_dict's keys name the modules to wrap; on `meta`, peft allocates no memory and draws no random numbers
         with torch.device("meta"):
             keys = cast("dict[str, Tensor]", low_rank)  # only its keys are read
             tuner = LoraModel(model, config, "default", low_cpu_mem_usage=True, state_dict=keys)
@@ -186,7 +186,7 @@ def merge_adapter(place: Location, model: PreTrainedModel) -> Adapted:
 
 
 def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
-    """Raise ModelError if a changed parameter also has a second name in the model, so that both uses would change."""
+    """Raise ModelError if the adapter changes a parameter that the model also uses under a second name."""
     shared: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared[parameter].append(name)
@@ -198,7 +198,7 @@ def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
 
 
 def _merge_layer(path: str, layer: LoraLayer) -> None:
-    """Add a layer's update to its weight in float64, and round the sum. Raises ModelError for unusable DoRA norms."""
+    """Merge a layer's update in float64, then round. Raises ModelError for DoRA norms that are 0 or not finite."""
     base_layer, magnitudes = cast("nn.Linear", layer.get_base_layer()), list(layer.lora_magnitude_vector.parameters())
     dtype = base_layer.weight.dtype
     cast("nn.Module", layer).double()
@@ -226,8 +226,10 @@ def _read_settings(file: Path) -> Json:
     return settings
 
 
-def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Map names of peft's and the model's parameters to stored names; also return stored names without a parameter."""
+def _match_names(
+    file: Path, header: Mapping[str, Stored], model: PreTrainedModel
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return {parameter name: stored name}, and the stored names that match no parameter of peft or the model."""
     names, unplaced = dict[str, str](), list[str]()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     present = parameters | {path for path, _ in model.named_modules()}
@@ -249,7 +251,7 @@ def _match(file: Path, header: Mapping[str, Stored], model: PreTrainedModel) -> 
 
 @contextmanager
 def _limit_matching() -> Iterator[None]:
-    """Inside the `with`, raise TimeoutError if an expression is too long or if matching takes over SECONDS in total."""
+    """Inside the `with`, raise TimeoutError if a module pattern is too long or if matching takes SECONDS in total."""
     compiled, spent = cache(regex.compile), 0.0  # peft matches thousands of expressions, too many for regex's own cache
 
     def match(method: str, expression: str, path: str) -> object:
@@ -278,8 +280,8 @@ def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: l
 
     paths = [path for path, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D | nn.Embedding)]
     if lacking := sorted(set(modules) - set(paths)):
-        problem = f"The adapter in {file.parent} changes {format_names(lacking)}, not found among this model's linear "
-        raise ModelError(f"{problem}layers and embeddings. It was trained on a different base model.", say_base)
+        problem = f"The adapter in {file.parent} was trained on a different base model: this model has no linear layer "
+        raise ModelError(f"{problem}or embedding called {format_names(lacking)}.", say_base)
     values = {name: value for name, value in settings.items() if name in {*NAMING, *APPLIED, "modules_to_save"}}
     if values.get("target_modules", "all-linear") == "all-linear":
         values["target_modules"] = modules
@@ -287,7 +289,7 @@ def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: l
     if differing := sorted({path for path in paths if check_target_module_exists(config, path)} ^ set(modules)):
         problem = f"{file} and the adapter's tensors disagree on whether to adapt {format_names(differing)}."
         raise ModelError(problem, SAY_AGAIN)
-    config.modules_to_save = None  # it was needed only for its exceptions to target_modules
+    config.modules_to_save = None  # needed only above, where it excludes modules from target_modules
     for name in ("rank_pattern", "alpha_pattern"):
         for key in set(values.get(name, ())) - set(modules):
             if all(get_pattern_key([key], path) == path for path in modules):  # without a match, peft returns the path

@@ -56,7 +56,7 @@ def check_loaded(
     if low_rank := [name for name in sorted(unused) if re.search(r"(^|[._])lora_", name)]:
         problem = f"{where} contains an adapter that is not merged ({format_names(low_rank)})."
         raise ModelError(problem, "Merge the adapter with peft's merge_and_unload, and save the merged model.")
-    codes, scales = _codes(model, parameters, stored, unused), list[str]()
+    codes, scales = _find_loaded_codes(model, parameters, stored, unused), list[str]()
     for name in sorted(unused & stored.keys()):
         stem = SCALE.sub("", name)
         if name.endswith(PACKED) or (stem != name and {stem, f"{stem}.weight"} & stored.keys()):
@@ -111,7 +111,7 @@ def check_loaded(
 
 
 def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
-    """Return the names of parameters with NaN or Inf, in the model's order; offloaded ones are loaded one by one."""
+    """Return the names of parameters with NaN or Inf, in the model's order; load offloaded parameters one by one."""
     from transformers.integrations.accelerate import load_offloaded_parameter
 
     return [
@@ -122,24 +122,26 @@ def nonfinite_tensors(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _codes(model: PreTrainedModel, parameters: set[str], stored: Mapping[str, Stored], unused: set[str]) -> list[str]:
+def _find_loaded_codes(
+    model: PreTrainedModel, parameters: set[str], stored: Mapping[str, Stored], unused: set[str]
+) -> list[str]:
     """Return the names of stored codes that were loaded into parameters as if they were plain numbers."""
     buffers = dict(model.named_buffers())
     # transformers can store a buffer under another path, so only the last component of its name is compared
-    counters = {_leaf(name) for name, buffer in buffers.items() if not buffer.is_floating_point()}
-    counters -= set(map(_leaf, parameters))
+    counters = {_last_component(name) for name, buffer in buffers.items() if not buffer.is_floating_point()}
+    counters -= set(map(_last_component, parameters))
     # private in transformers, which does not load tensors that match these patterns; (?!) matches nothing
     ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["(?!)"]))
     loaded = []
     for name in (name for name, tensor in stored.items() if tensor.encoded):
         names = set(names_in_model(name, model.base_model_prefix))
-        is_apart = bool(names & (buffers.keys() | unused)) or _leaf(name) in counters or ignored.search(name)
+        is_apart = bool(names & (buffers.keys() | unused)) or _last_component(name) in counters or ignored.search(name)
         if names & parameters or not is_apart:
             loaded.append(name)
     return loaded
 
 
-def _leaf(name: str) -> str:
+def _last_component(name: str) -> str:
     return name.rpartition(".")[2]
 
 
@@ -195,10 +197,8 @@ def silence_logging(*names: str) -> Iterator[None]:
 def quiet(place: Location | None = None) -> Iterator[None]:
     """Inside the context, silence progress bars, logs and warnings, block code from the hub, and parse GGUF only once.
 
-    With `place`, old names in its config are accepted, too. Code from the hub is blocked by a patch, because no setting
-    blocks it: if the package `kernels` is installed, RWKV, YOSO and MRA call transformers' get_kernel while they are
-    built, in spite of use_kernels=False and USE_HUB_KERNELS (which is read only when transformers is first imported),
-    and HF_HUB_OFFLINE allows code that was cached earlier.
+    With `place`, old names in the model's config are accepted, too. A patch blocks code from the hub, because RWKV,
+    YOSO and MRA load kernels while they are built, even with use_kernels=False or HF_HUB_OFFLINE.
     """
     from transformers.utils import logging
 
@@ -226,15 +226,15 @@ def quiet(place: Location | None = None) -> Iterator[None]:
 
 
 TIMES, PARTS_TIMES = 8, 16
-"""Largest allowed ratios: of the numbers in a model to those in its files, which store tied weights once; and of the
-model's modules and tensors to the tensors in its files."""
+"""Maximum ratios: numbers in a model to numbers in its files (which store tied weights once), and modules and tensors
+in the model to tensors in the files."""
 SPARE, SPARE_BUFFERS, SPARE_PARTS = 2**24, 2**28, 2**12
-"""Allowances beyond these ratios: of numbers in weights, of numbers in buffers (position tables, masks), of parts."""
+"""Numbers in weights, numbers in buffers (position tables, masks), and modules and tensors allowed in addition."""
 
 
 @contextmanager
 def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None]:
-    """Raise ModelError inside the context if a model built on the meta device becomes too large for its files."""
+    """Raise ModelError inside the context if a model built on the meta device becomes far larger than its files."""
     from torch import Tensor
     from torch.nn.modules import module
 
@@ -268,7 +268,7 @@ def limited_size(place: Location, stored: Mapping[str, Stored]) -> Iterator[None
 
 
 def check_files(place: Location, *, adapter_too: bool = False) -> dict[str, Stored]:
-    """Check a model's files; return {name: Stored} ({} for remote files). Raises ModelError if a file is invalid."""
+    """Check a model's files; return {name: Stored}, empty for remote files. Raises ModelError if a file is invalid."""
     from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
     check_entries(place.folder, names_in(place.folder), adapter_too=adapter_too, gguf=bool(place.gguf))
@@ -358,7 +358,7 @@ def build_model(
             use_safetensors=place.form == "safetensors",
             weights_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # check_loaded refuses them by name
+            ignore_mismatched_sizes=True,  # check_loaded raises an error that names them
             local_files_only=True,
             # a folder that can't exist: otherwise transformers, if peft is installed, applies an unchecked adapter
             # next to the weights, and may load the base that it names

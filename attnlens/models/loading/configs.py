@@ -30,7 +30,7 @@ AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq
 
 
 def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type[PreTrainedModel]:
-    """Return the class that the config names; for `own_code` or a class unknown to transformers, an Auto class."""
+    """Return the class that the config names, or an Auto class for `own_code` or if transformers lacks the class."""
     import transformers
 
     module = own_models(config.model_type) or transformers
@@ -59,7 +59,7 @@ def own_models(model_type: object) -> ModuleType | None:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the part that reads text (the encoder, if two do: MusicGen), or `config` if none does."""
+    """Return the config of the submodel that reads text (the encoder, if there are two), or `config` if none does."""
     try:
         return config.get_text_config()
     except ValueError:  # ambiguous: two parts read text
@@ -101,7 +101,7 @@ def load_tokenizer(place: Location, config: PreTrainedConfig) -> tuple[PreTraine
             size = len(tokenizer)
     except TextError as error:
         return None, _explain_tokenizer(place) or error.problem
-    # if files are missing, transformers returns a tokenizer of about five tokens, to which all text is unknown
+    # if files are missing, transformers returns a tokenizer with about five tokens, which can't represent text
     expected = getattr(text_config(config), "vocab_size", None) or 0
     if size * 10 >= expected:
         return tokenizer, ""
@@ -200,7 +200,7 @@ def check_config(place: Location) -> None:
             words = f"which must be above 0 and at most {LARGEST_SHARE}"
             require(0 < value <= LARGEST_SHARE, path, value, words)
         if path.endswith(("quantization_config", "compression_config")) and value is not None:
-            method = _method(value) if isinstance(value, dict) else value
+            method = _find_method(value) if isinstance(value, dict) else value
             if path not in READ_SETTINGS or not isinstance(method, str) or method not in DECODED:
                 problem = f"{place.folder / CONFIG}: according to {shorten_text(path)}, the weights are quantised with"
                 supported = f"supported are GGUF and, for the whole model or its language model, {', '.join(DECODED)}"
@@ -217,7 +217,7 @@ def quantisation(place: Location) -> tuple[str | None, Json]:
     """
     candidates = (value for path, value in fields(place.config) if path in READ_SETTINGS and isinstance(value, dict))
     settings: Json = {name: value for name, value in next(candidates, {}).items() if value is not None}
-    method = str(_method(settings))
+    method = str(_find_method(settings))
     if method not in DECODED:
         return None, {}
     reason, version = "", str(settings.get("version") or settings.get("format") or "gemm").lower()
@@ -238,7 +238,7 @@ def quantisation(place: Location) -> tuple[str | None, Json]:
     return method, settings
 
 
-def _method(settings: Mapping[str, object]) -> object:
+def _find_method(settings: Mapping[str, object]) -> object:
     if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
         return "bitsandbytes"
     return settings.get("quant_method")
@@ -278,7 +278,7 @@ def accept_old_names() -> Iterator[None]:
 
 
 def clear_choices(config: object) -> None:
-    """Set a config's CHOICES to None, also in nested configs, because CHOICES can make transformers run remote code."""
+    """Set the fields in CHOICES to None, also in nested configs; they can make transformers run code from the hub."""
     from transformers import PreTrainedConfig
 
     pending, seen = [config], set[int]()
@@ -296,7 +296,7 @@ def clear_choices(config: object) -> None:
 
 
 def sizes(config: Mapping[str, object]) -> Iterator[tuple[str, int]]:
-    """Yield (dotted path, size) for SIZES in a config and its nested configs; with latent attention, not head_dim."""
+    """Yield (dotted path, value) for each integer field in SIZES, also in nested configs."""
     # latent attention has separate head sizes, and head_dim can then be 0 (GLM 5)
     is_latent = any(path.endswith("qk_nope_head_dim") for path, _ in fields(config))
     names = SIZES - {"head_dim"} if is_latent else SIZES

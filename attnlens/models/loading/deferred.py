@@ -1,4 +1,4 @@
-"""Read the weights of a model that was built with shapes alone, module by module, with transformers' loader."""
+"""Load weights, module by module, into a model whose tensors have only shapes, with transformers' loader."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class DeferredWeights:
 
     @contextmanager
     def present(self, module: nn.Module, wanted: Callable[[], Collection[str]]) -> Iterator[None]:
-        """Inside the context, load the tensors of `module` that `wanted()` names. Raises ModelError if that fails."""
+        """Inside the context, load the tensors of `module` named by `wanted()`. Raises ModelError if loading fails."""
         with ExitStack() as undo:
             for owner in module.modules():  # private in torch; setattr would refuse tensors as parameters
                 undo.callback(owner._parameters.update, dict(owner._parameters))
@@ -72,7 +72,7 @@ class DeferredWeights:
             yield self.model, module
 
     def _stored_names(self, module: nn.Module, wanted: Collection[str]) -> list[str]:
-        """Return the stored names of a module's tensors: of its `wanted` parameters, and of all that are converted."""
+        """Return the stored names of the module's `wanted` parameters, and of all its tensors that are converted."""
         inside = f"{self._paths[module]}."
         targets = {inside + name for name in wanted}
         return [
@@ -111,13 +111,13 @@ class DeferredWeights:
 
     @cached_property
     def _targets(self) -> Mapping[str, tuple[str, bool]]:
-        """Stored name → (name of the first parameter or buffer made from the tensor, True if it is converted)."""
+        """Name of the first parameter or buffer made from each stored tensor, and True if the tensor is converted."""
         renamings = [entry for entry in self._mapping if isinstance(entry, core_model_loading.WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, core_model_loading.WeightConverter)]
         state, prefix, targets = self.model.state_dict(), self.model.base_model_prefix, {}
         for name in self.files.stored:
             target, pattern = core_model_loading.rename_source_key(name, renamings, converters, prefix, state)
-            if target not in state and name in state:  # keep a name that the model has, as transformers does
+            if target not in state and name in state:  # like transformers, keep names that the model has
                 target, pattern = core_model_loading.rename_source_key(name, [], [], prefix, state)
             targets[name] = target, pattern is not None
         return targets
@@ -133,7 +133,7 @@ class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch doe
     """Torch mode that computes only shapes. No two tensors compare as equal, so that transformers ties none of them."""
 
     def dispatch(self, func: OpOverload, *more: Any, **options: Any) -> object:
-        """Return False for `equal`, and dispatch every other operation as FakeTensorMode does."""
+        """Return False for `equal`; let FakeTensorMode dispatch all other operations."""
         return False if func is torch.ops.aten.equal.default else super().dispatch(func, *more, **options)
 
 
@@ -160,7 +160,7 @@ def widen(model: PreTrainedModel) -> None:
 
 
 class SafetensorsFiles(TensorFiles):
-    """Tensors of local or remote safetensors files; codes and scales of a weight count as one tensor, the weight."""
+    """Tensors of local or remote safetensors files; the codes and scales of a quantised weight count as one tensor."""
 
     def __init__(self, place: Location) -> None:
         self.headers, self._sources = [], dict[str, tuple[LocalFile | RemoteFile, Stored]]()
@@ -177,7 +177,7 @@ class SafetensorsFiles(TensorFiles):
         self.stored |= {name: Stored(weight.shape(stored, self._read), "F32") for name, weight in self.coded.items()}
 
     def spans(self, names: Iterable[str]) -> list[tuple[LocalFile | RemoteFile, int, int]]:
-        """Return (file, offset, size in bytes) of each piece of data from which these tensors are made."""
+        """Return (file, offset, size in bytes) of each stored part of these tensors."""
         parts = [part for name in names for part in (self.coded[name].parts.values() if name in self.coded else [name])]
         return [(file, stored.start, stored.bytes) for file, stored in (self._sources[part] for part in parts)]
 
@@ -186,7 +186,7 @@ class SafetensorsFiles(TensorFiles):
         return {name: self.coded[name].decode(self._read) if name in self.coded else self._read(name) for name in names}
 
     def _read(self, name: str) -> Tensor:
-        """Read a stored tensor: safetensors parses an in-memory file that contains only this tensor."""
+        """Read a stored tensor: let safetensors parse an in-memory file that contains only this tensor."""
         file, stored = self._sources[name]
         entry = {"dtype": stored.type, "shape": stored.shape, "data_offsets": [0, stored.bytes]}
         header = json.dumps({name: entry}).encode()

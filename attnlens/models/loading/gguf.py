@@ -1,4 +1,4 @@
-"""Read GGUF files as llama.cpp does: the header, attention settings that transformers ignores, and single tensors."""
+"""Read GGUF files: the header, attention settings that transformers ignores, and single tensors."""
 
 from __future__ import annotations
 
@@ -126,13 +126,13 @@ HIDDEN_SCALES = ("logit_scale", "residual_scale", "embedding_scale", "use_parall
 """Fields of some llama.cpp architectures that change hidden states or logits; they, too, must agree with the model."""
 KNOWN = {*ATTRIBUTES, *SHAPES, *ROTARY, *UNSUPPORTED, *QWEN_35, *CHECKED, *HIDDEN_SCALES}
 GATING = {"gpt-oss": 3, "minimax-m2": 2}
-"""Architecture → ggml's number of the function that weights experts. All others: 1, the softmax over all experts."""
+"""ggml's number of the function that weights experts, by architecture; others use 1, the softmax over all experts."""
 BETAS = (("fast", 32.0), ("slow", 1.0))
 """Ends of YaRN's ramp, in rotations over the original context, with llama.cpp's defaults."""
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
-"""Architecture → layer count of the Gemma size whose score scale uses hidden_size / heads instead of head_dim."""
+"""Layer count, by architecture, of the Gemma size whose score scale uses hidden_size / heads instead of head_dim."""
 ATTENTION_NAMES = re.compile(r"attn|attention|(\b|_)rope|indexer|embd|token_types")
-"""Pattern in the names of fields and tensors that change attention or its inputs."""
+"""Pattern for the names of fields and tensors that change attention or its inputs."""
 
 
 class Settings:
@@ -147,7 +147,7 @@ class Settings:
             is_vector = entry.ggml_type == 0 and len(entry.shape) == 1  # 0 is ggml's number of float32
             factors = numpy.fromfile(path, "<f4", prod(entry.shape), offset=header.data + entry.offset).tolist()
             if not is_vector or not all(0 < factor < math.inf for factor in factors):
-                raise self._refusal(f"has {entry.name}, whose values are not positive float32 numbers")
+                raise self._build_error(f"has {entry.name}, whose values are not positive float32 numbers")
             self.factors[entry.name] = factors
 
     def apply(self, config: PreTrainedConfig) -> None:
@@ -192,7 +192,7 @@ class Settings:
         self._apply_rotation(config)
 
     def _set_attribute(self, config: PreTrainedConfig, name: str) -> None:
-        """Set the config's attributes for this field. Raises ModelError if a value other than 0 has no attribute."""
+        """Set the config's attributes for this field. Raises ModelError if there are none and the value is not 0."""
         value = self._number(name, 0.0) and self.fields[name]
         attributes = [attribute for attribute in ATTRIBUTES[name] if hasattr(config, attribute)]
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
@@ -211,24 +211,24 @@ class Settings:
                 continue
             actual = table.detach().double().cpu().numpy()
             expected = self._frequencies(actual.size, local="sliding" in name)
-            # transformers computes inv_freq in float32: powers and quotients are rounded by a few times 6e-8
+            # transformers computes inv_freq in float32, with a relative rounding error of a few times 6e-8
             if expected.shape != actual.shape or not numpy.allclose(actual, expected, rtol=1e-5, atol=1e-12):
                 rope = [f"{name} = {value}" for name, value in self.fields.items() if name.startswith("rope.")]
                 settings = ", ".join([*rope, *self.factors]) or "no rotation"
                 kind = type(model).__name__
-                raise self._refusal(f"sets {settings}, which contradicts the {name} of transformers' {kind}")
+                raise self._build_error(f"sets {settings}, which contradicts the {name} of transformers' {kind}")
 
-    def _refusal(self, problem: str) -> ModelError:
+    def _build_error(self, problem: str) -> ModelError:
         return ModelError(f"{self.path} {problem}.", SAY_SAFETENSORS)
 
     def _require(self, name: str, is_supported: bool) -> None:
-        """Raise ModelError, with the name and value of the field, unless `is_supported`."""
+        """Raise ModelError with the name and value of the field unless `is_supported`."""
         if not is_supported:
             setting = f"{shorten_text(f'{self.architecture}.{name}')} = {format_value(self.fields[name])}"
-            raise self._refusal(f"sets {setting}, which transformers' model does not support")
+            raise self._build_error(f"sets {setting}, which transformers' model does not support")
 
     def _number(self, name: str, default: float) -> float:
-        """Return a field or, if absent, `default` as a number. Raises ModelError unless it is finite and at least 0."""
+        """Return a field (or `default` if absent) as a number. Raises ModelError unless it is finite and at least 0."""
         value = self.fields.get(name, default)
         number = float(value) if isinstance(value, int | float) else math.nan
         self._require(name, 0 <= number < math.inf)
@@ -238,7 +238,7 @@ class Settings:
 
     @cached_property
     def _scaling(self) -> tuple[str, float]:
-        """Type and factor of rotary scaling, or ("none", 1); a factor without a type means linear, as in llama.cpp."""
+        """Type and factor of rotary scaling, or ("none", 1); the default type is "linear", as in llama.cpp."""
         factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 0.0)) or 1.0
         kind = str(self.fields.get("rope.scaling.type") or "linear")
         self._require("rope.scaling.type", kind in ("none", "linear", "yarn", "longrope"))
@@ -246,7 +246,7 @@ class Settings:
             return "none", 1.0
         self._require("rope.scaling.type", kind != "longrope")  # longrope has tensors of factors, not one factor
         if self.factors:
-            raise self._refusal(f"has {next(iter(self.factors))} and also a rope.scaling.factor of {factor:g}")
+            raise self._build_error(f"has {next(iter(self.factors))} and also a rope.scaling.factor of {factor:g}")
         return kind, factor
 
     def _rotation(self, config: PreTrainedConfig) -> dict[str, object]:
@@ -259,7 +259,7 @@ class Settings:
             rotated = _head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0)
             count = int(self._number("rope.dimension_count", rotated)) // 2
             if not len(long) == len(short) == count:
-                raise self._refusal(f"does not have {count} long and short factors in {', '.join(self.factors)}")
+                raise self._build_error(f"does not have {count} long and short factors in {', '.join(self.factors)}")
             parameters = {"factor": 1.0, "attention_factor": stretch, "original_max_position_embeddings": first}
             return {"rope_type": "longrope", "long_factor": long, "short_factor": short} | parameters
         self._require("rope.scaling.attn_factor", stretch == 1 or (kind == "yarn" and stretch > 0))
@@ -276,7 +276,7 @@ class Settings:
         parameters = getattr(config, "rope_parameters", None)
         if not parameters:
             if self.factors or self._scaling[0] != "none":
-                raise self._refusal("has a rotary embedding, but transformers' model has none")
+                raise self._build_error("has a rotary embedding, but transformers' model has none")
             return
         full = parameters.get("full_attention", parameters)
         if "rope.freq_base" in self.fields:
@@ -296,7 +296,7 @@ class Settings:
             config.original_max_position_embeddings = rotation["original_max_position_embeddings"]
 
     def _frequencies(self, count: int, *, local: bool) -> NDArray[numpy.float64]:
-        """Compute llama.cpp's `count` rotary frequencies (in sliding layers if `local`); [] for invalid settings."""
+        """Return llama.cpp's `count` rotary frequencies (for sliding layers if `local`); [] for invalid settings."""
         base, kind, factor = self._number("rope.freq_base", 10000.0), *self._scaling
         if local:
             base = self._number("rope.freq_base_swa", 10000.0 if self.architecture == "gemma3" else base)
@@ -331,7 +331,7 @@ def _head_dim(config: PreTrainedConfig) -> int:
 
 
 class GgufFiles(TensorFiles):
-    """The tensors of a GGUF file under their names in the model, decoded one by one with transformers' conversions."""
+    """Tensors of a GGUF file, named as in the model, and decoded one by one with transformers' code."""
 
     def __init__(self, path: Path, header: Header, config: PreTrainedConfig, class_: type[PreTrainedModel]) -> None:
         import torch
@@ -364,7 +364,7 @@ class GgufFiles(TensorFiles):
         self.stored, self.ignored = {name: Stored(shapes[name], "F32") for name in self._entries}, ignored
 
     def spans(self, names: Iterable[str]) -> list[tuple[LocalFile | RemoteFile, int, int]]:
-        """Return (file, offset, size in bytes) of each piece of data from which these tensors are made."""
+        """Return (file, offset, size in bytes) of each stored part of these tensors."""
         entries = [entry for name in names for entry in self._entries[name]]
         return [(self._file, self._start + entry.offset, entry.nbytes) for entry in entries]
 

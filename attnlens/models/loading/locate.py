@@ -1,4 +1,4 @@
-"""Find the files of a model by its name (`demo`, a folder, a weight file, a hub id), and check if they can be read."""
+"""Find the files of a model by name (`demo`, a folder, a weight file or a hub id), and check that they are readable."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -> Iterator[None]:
-    """Convert every library error inside the context to the class `kind` or, if memory is short, to ModelError.
+    """Convert every error of a library inside the context to `kind`, or to ModelError if there is not enough memory.
 
     Libraries raise arbitrary types for malformed files: the package `tokenizers` raises bare Exception, and its Rust
     panics derive only from BaseException.
@@ -120,12 +120,12 @@ def foreign(problem: str, remedy: str, kind: type[AttnlensError] = ModelError) -
 
 
 def check_endpoint() -> None:
-    """Raise ModelError if HF_ENDPOINT is not a valid address, since huggingface_hub then fails when it is imported."""
+    """Raise ModelError if HF_ENDPOINT is not a valid address, because importing huggingface_hub would then fail."""
     _address(os.environ.get("HF_ENDPOINT") or "", "HF_ENDPOINT")
 
 
 def reachable(endpoint: str) -> bool:
-    """Return True if `endpoint` or its proxy accepts connections in PATIENCE s. Raises ModelError for a bad address."""
+    """Return True if a connection to `endpoint` or its proxy succeeds. Raises ModelError for an invalid address."""
     parts, _ = _address(endpoint, "HF_ENDPOINT")
     proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
     target, port = _address(proxy or endpoint, f"{parts.scheme}_proxy" if proxy else "HF_ENDPOINT")
@@ -144,8 +144,8 @@ def reachable(endpoint: str) -> bool:
 
 
 def _address(text: str, variable: str) -> tuple[SplitResult, int]:
-    """Parse an address and its port. Error messages omit the address, since it can contain a password."""
-    try:
+    """Return the parts and the port of an address. Raises ModelError if the address is invalid."""
+    try:  # error messages name the variable, since the address can contain a password
         parts = urlsplit(text if "://" in text else f"//{text}")
         port = parts.port
     except ValueError as error:
@@ -220,7 +220,7 @@ def describe_placeholder(path: Path) -> tuple[str, str] | None:
 
 
 def read_json(path: Path) -> Json:
-    """Read the JSON object in a model's file. Raises ModelError if the file can't be read or contains anything else."""
+    """Read the JSON object in a model's file. Raises ModelError if the file can't be read or is not a JSON object."""
     try:
         return read_object(path, ModelError, SAY_AGAIN)
     except ModelError:
@@ -248,7 +248,7 @@ def shards_in(index: Path, suffix: str) -> tuple[str, ...]:
 def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
     """Return a weight file's path. Raises ModelError unless the path is a readable regular file.
 
-    Placeholders such as Git LFS pointers are refused, and links out of `folder` unless `may_lead_out` is True.
+    Placeholders such as Git LFS pointers are refused. Links out of `folder` are refused unless `may_lead_out` is True.
     """
     path = folder / name
     if not is_there(path, SAY_READABLE):
@@ -263,11 +263,10 @@ def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
 
 
 def check_entries(folder: Path, names: Iterable[str], *, adapter_too: bool = False, gguf: bool = False) -> None:
-    """Raise ModelError for unsafe entries that transformers would open next to the weights.
+    """Raise ModelError for files next to the weights that transformers must not open.
 
-    An adapter (unless `adapter_too`) and a distributed checkpoint are unsafe. Files that are not regular (reading a
-    named pipe would block), that link out of the folder, or that are too large are unsafe, too, unless the weights are
-    GGUF, which includes config and tokenizer.
+    These are an adapter (unless `adapter_too`) and a distributed checkpoint. Unless the weights are GGUF, these are
+    also files that are not regular, link out of the folder or are too large.
     """
     for name in sorted(names):
         path = folder / name
@@ -378,7 +377,7 @@ class Location:
 
     @property
     def notes(self) -> list[str]:
-        """[sentence on unread weights in the folder]; [] if there are none, for remote weights, or if `trusts_link`."""
+        """List with a note on unread weights in the folder, if any; empty for remote weights, and if `trusts_link`."""
         if self.trusts_link or self.urls:
             return []
         read = {self.file, *(file.name for file in self.weights)}
@@ -413,21 +412,21 @@ def find(
 ) -> Location:
     """Locate the model `name`: `demo`, a path, or a hub id (`org/name@revision`), tried in this order.
 
-    With `leave_weights`, safetensors weights on the hub are not downloaded; cached ones are used. Raises
-    ModelError if no such model exists, or if it has no readable weights; UsageError for a revision of `demo` or of a
-    path, and for two different revisions.
+    With `leave_weights`, safetensors weights on the hub are not downloaded, but cached weights are used. Raises
+    ModelError if no such model exists, or if it has no readable weights. Raises UsageError for a revision of `demo` or
+    of a path, and for two different revisions.
     """
     path = DEMO if name == "demo" else with_home(name)
     if name.startswith("demo@"):
         raise UsageError("`demo` is part of attnlens and has no revisions.", "Write `demo` without a revision.")
     if not is_there(path):
-        return _in_hub(name, revision, offline=offline, allow_pickle=allow_pickle, leave_weights=leave_weights)
+        return _locate_on_hub(name, revision, offline=offline, allow_pickle=allow_pickle, leave_weights=leave_weights)
     if revision is not None:
         raise UsageError(f"{name} is a local path, which cannot have a revision ({revision!r}).", "Omit the revision.")
-    return _in_folder(name, path, allow_pickle) if path.is_dir() else _in_file(name, path)
+    return _locate_folder(name, path, allow_pickle) if path.is_dir() else _locate_file(name, path)
 
 
-def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None = None) -> Location:
+def _locate_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None = None) -> Location:
     names = names_in(folder)
     if _is_adapter(names):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") if ADAPTER_CONFIG in names else None
@@ -435,7 +434,7 @@ def _in_folder(name: str, folder: Path, allow_pickle: bool, revision: str | None
         command = f"attnlens inspect {base} --adapter {shlex.quote(name)}"
         raise ModelError(f"{name} contains an adapter, not a model.", f"Give the adapter's base model: {command}")
     if CONFIG in names:
-        read_json(folder / CONFIG)  # first, because an error in the config precedes all others
+        read_json(folder / CONFIG)  # before all other checks, so that an error in the config is reported first
     form, file = _select_weights(names, str(folder), allow_pickle)
     if form != "gguf" and CONFIG not in names:
         raise ModelError(f"{folder} has no config.json.", SAY_PATH)
@@ -448,7 +447,7 @@ def _is_adapter(names: Collection[str]) -> bool:
     return not set(ADAPTERS).isdisjoint(names) and not any(name.endswith(weights) for name in {*names} - {*ADAPTERS})
 
 
-def _in_file(name: str, path: Path) -> Location:
+def _locate_file(name: str, path: Path) -> Location:
     """Locate a weight file, or an index of shards; the config of safetensors files must be in the same folder."""
     if path.suffix == ".gguf":
         return Location(name, path.parent, "gguf", path.name, trusts_link=True)
@@ -465,7 +464,9 @@ def _in_file(name: str, path: Path) -> Location:
     return Location(name, path.parent, "safetensors", path.name, trusts_link=True)
 
 
-def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool) -> Location:
+def _locate_on_hub(
+    name: str, revision: str | None, *, offline: bool, allow_pickle: bool, leave_weights: bool
+) -> Location:
     from huggingface_hub import hf_hub_url
 
     hub = parse_hub_id(name, revision)
@@ -492,13 +493,13 @@ def _in_hub(name: str, revision: str | None, *, offline: bool, allow_pickle: boo
     if shards:
         has_weights = all((folder / name).is_file() for name in shards)
     if offline or not leave_weights or has_weights:
-        return _in_folder(id_, folder, allow_pickle, revision=folder.name)
+        return _locate_folder(id_, folder, allow_pickle, revision=folder.name)
     urls = tuple((name, hf_hub_url(id_, name, revision=folder.name)) for name in shards or (SINGLE,))
     return Location(id_, folder, "safetensors", SHARDED if shards else SINGLE, folder.name, urls=urls)
 
 
 def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH) -> Hub:
-    """Parse a hub id and revision. Raises ModelError for a path, UsageError for an empty id or two revisions."""
+    """Parse a hub id and revision. Raises ModelError for a path, and UsageError for an empty id or two revisions."""
     id_, _, suffix = name.partition("@")
     if not id_:
         raise UsageError(f"{shorten_text(name)} does not name a model.", "Write the model as org/name@revision.")
@@ -512,7 +513,7 @@ def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH)
 
 
 def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> tuple[Storage, str]:
-    """Return the weights' format (safetensors, GGUF, allowed pickle) and their file or index, or raise ModelError."""
+    """Return the format of the weights and the name of their file or index. Raises ModelError if none can be read."""
     for file in (SINGLE, SHARDED):
         if file in names:
             return "safetensors", file
@@ -556,7 +557,7 @@ def _is_gguf(name: str) -> bool:
 
 
 def _refuse_lone_shards(names: Iterable[str], where: str) -> None:
-    """Raise ModelError if one of these files is a shard; callers have found no index that lists it."""
+    """Raise ModelError if one of these files is a shard; the caller checks that no index lists it."""
     for name in names:
         if (match := SHARD.search(name)) and int(match[1]) > 1:
             index = SHARDED if match[2] == "safetensors" else PICKLES[1]

@@ -25,13 +25,13 @@ CONTROLLERS = {
     "": ("", ("memory.max", "memory.current", "inactive_file")),
     "memory": ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
 }
-"""Cgroup controller, as listed by Linux → its folder under GROUPS, and its names for limit, usage and file pages."""
+"""Names of the folder under GROUPS and of limit, usage and file pages, keyed by Linux's name of the controller."""
 GIB = 2**30
 
 
 def free_memory() -> int | None:
-    """Return how many bytes this process can still allocate; if no limit is known, the size of the RAM, or None."""
-    limits = [1024 * size for size in _counts(MEMINFO, "MemAvailable:")]
+    """Return the number of bytes that this process can still allocate. If unknown, return the RAM's size or None."""
+    limits = [1024 * size for size in _read_counts(MEMINFO, "MemAvailable:")]
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
         _, controllers, path = line.split(":", 2)
         for controller in {*controllers.split(",")} & CONTROLLERS.keys():
@@ -42,13 +42,13 @@ def free_memory() -> int | None:
                 with suppress(OSError, ValueError):  # no such file, or the limit is "max"
                     available = int((each / limit).read_text()) - int((each / usage).read_text())
                     # usage includes cached file pages, which the kernel frees on demand
-                    limits.append(available + sum(_counts(each / "memory.stat", file_pages)))
+                    limits.append(available + sum(_read_counts(each / "memory.stat", file_pages)))
     if not limits and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(limits, default=None)
 
 
-def _counts(file: Path, name: str) -> list[int]:
+def _read_counts(file: Path, name: str) -> list[int]:
     """Return the number in each line that starts with `name` in a file of /proc or a cgroup; [] if there is no file."""
     lines = file.read_text().splitlines() if file.is_file() else ()
     return [int(words[1]) for words in map(str.split, lines) if words[:1] == [name]]
@@ -67,7 +67,7 @@ def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device called `name`; `auto` is the first available of cuda, mps, cpu. Raises ModelError if absent."""
+    """Return the device `name`; `auto` is the first available of cuda, mps, cpu. Raises ModelError if it is missing."""
     import torch
 
     counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
@@ -80,7 +80,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def check_device_map(options: Mapping[str, object]) -> None:
-    """Raise UsageError if arguments of `load` contradict device_map, or if max_cpu_memory is given without it."""
+    """Raise UsageError if options of `load` contradict device_map, or if max_cpu_memory is set without device_map."""
     SpreadRequest.model_validate({name: options[name] for name in SpreadRequest.model_fields})
     if options["device_map"] is None and options["max_cpu_memory"] is not None:
         raise UsageError("max_cpu_memory requires device_map.", "Add device_map='auto' (--device spread).")
@@ -92,14 +92,14 @@ def check_device_map(options: Mapping[str, object]) -> None:
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
-    """Return the device for the model's inputs: the device of the first weight not on `meta`, or the CPU if all are."""
+    """Return the device of the model's first weight that is not on `meta`, or the CPU if there is none."""
     import torch
 
     return next((part.device for part in model.parameters() if not part.is_meta), torch.device("cpu"))
 
 
 def spread_over_devices(max_cpu_memory: str | None) -> dict[str, object]:
-    """Return `from_pretrained` options to use GPUs, memory and disk. Raises UsageError if accelerate is missing."""
+    """Return options of `from_pretrained` for GPUs, memory and disk. Raises UsageError if accelerate is missing."""
     try:
         from accelerate.utils import convert_file_size_to_int, get_max_memory
     except ImportError:

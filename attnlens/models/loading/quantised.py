@@ -1,8 +1,8 @@
 """Decode weights stored as codes with scales: fp8, mxfp4, GPTQ, AWQ, compressed-tensors, bitsandbytes.
 
-W = (codes − zeros) · scales, in the layout of each method. Only mxfp4 is decoded by transformers. The library's
-decoder for fp8 guesses block sizes and rejects smaller blocks at an edge; its other decoders need a GPU, or packages
-that attnlens does not require.
+W = (codes − zeros) · scales, in the layout of each method. Only mxfp4 is decoded with transformers, whose decoder for
+fp8 guesses block sizes and rejects smaller blocks at an edge. The other decoders need a GPU, or packages that attnlens
+does not require.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CodedWeight:
             return self.scheme.decode(Parts({part: read(name) for part, name in self.parts.items()}), self.settings)
 
     def shape(self, stored: Mapping[str, Stored], read: Callable[[str], Tensor]) -> tuple[int, ...]:
-        """Return the weight's shape, found from its tensors' shapes or from a tensor that `read` returns."""
+        """Return the weight's shape, derived from its tensors' shapes or read from a tensor with `read`."""
         with foreign(self.problem, SAY_UNQUANTISED):
             parts = Parts({part: stored[name] for part, name in self.parts.items()})
             return self.scheme.shape(parts, lambda part: read(self.parts[part]))
@@ -108,12 +108,12 @@ def decode_float8(parts: Parts[Tensor], settings: Settings) -> Tensor:
     require(not is_larger or scale.numel() != 1, f"it has one scale, but weight_block_size is {block}")
     is_by_row = scale.dim() > 0 and scale.shape[0 if scale.dim() == 1 else -2] == codes.shape[-2]
     default = None if is_by_row else [128, 128]  # blocks as in transformers
-    return codes.float() * _spread(scale, codes.shape, block or default)
+    return codes.float() * _expand_scales(scale, codes.shape, block or default)
 
 
 def decode_compressed(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute (codes − zero) · scale for float8 or int8 codes (compressed-tensors)."""
-    codes, (group, _) = parts[""], _weight_group(settings)
+    codes, (group, _) = parts[""], _find_weight_group(settings)
     bits, size = group.get("num_bits", 8), group.get("group_size")
     is_known = codes.dtype in FLOAT8 or (codes.dtype == torch.int8 and bits == 8)
     problem = f"its codes ({codes.dtype}, num_bits {bits}) are neither float8 nor 8-bit int8, or are reordered"
@@ -122,8 +122,8 @@ def decode_compressed(parts: Parts[Tensor], settings: Settings) -> Tensor:
     numbers = codes.float()
     _check_group(parts, group)
     if "_zero_point" in parts:
-        numbers -= _spread(parts["_zero_point"].float(), codes.shape, block)
-    return numbers * _spread(_scale(parts), codes.shape, block)
+        numbers -= _expand_scales(parts["_zero_point"].float(), codes.shape, block)
+    return numbers * _expand_scales(_scale(parts), codes.shape, block)
 
 
 def _scale(parts: Parts[Tensor]) -> Tensor:
@@ -149,7 +149,7 @@ def _check_group(parts: Parts[Tensor], group: Settings) -> None:
     require(is_ordered, f"it has no order of inputs (g_idx), but actorder is {group.get('actorder')}")
 
 
-def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
+def _expand_scales(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
     """Expand scales (one per tensor, per row or per block) to one per code; a single scale stays a scalar."""
     if scale.numel() == 1:
         return scale.reshape(())
@@ -167,7 +167,7 @@ def _spread(scale: Tensor, shape: torch.Size, block: object) -> Tensor:
     return grid
 
 
-def _weight_group(settings: Settings) -> tuple[Settings, set[object]]:
+def _find_weight_group(settings: Settings) -> tuple[Settings, set[object]]:
     """Return compressed-tensors' settings for weights ({} if layer groups differ), and the num_bits of all groups."""
     groups = settings.get("config_groups")
     values = groups.values() if isinstance(groups, dict) else ()
@@ -181,9 +181,9 @@ def _weight_group(settings: Settings) -> tuple[Settings, set[object]]:
 
 
 def decode_packed(parts: Parts[Tensor], settings: Settings) -> Tensor:
-    """Compute (codes − 2^(b−1) − zero) · scale for codes of b bits, packed along rows (compressed-tensors)."""
+    """Compute (code − zero) · scale for codes and zeros stored with 2^(bits − 1) added (compressed-tensors)."""
     words, scale, shape = parts[""], parts["_scale"], parts["_shape"].tolist()
-    group, declared = _weight_group(settings)
+    group, declared = _find_weight_group(settings)
     is_matrix = len(shape) == words.dim() == scale.dim() == 2 and words.shape[0] == shape[0]
     require(is_matrix, "its codes, scales and shape don't match")
     fitting = [bits for bits in (2, 4, 8) if bits in declared and ceil(shape[1] * bits / 32) == words.shape[1]]
@@ -200,7 +200,7 @@ def decode_packed(parts: Parts[Tensor], settings: Settings) -> Tensor:
 
 def decode_gptq(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute ((codes − zero) · scale)ᵀ for codes packed along inputs; all formats but gptq_v2 store zero − 1."""
-    words, zero_words, scale, bits = _matrices(parts)
+    words, zero_words, scale, bits = _read_matrices(parts)
     overridden = {name for overrides in (settings.get("dynamic") or {}).values() for name in overrides or {}}
     # overridden settings vary by module
     settings = {name: value for name, value in settings.items() if name not in overridden}
@@ -223,7 +223,7 @@ def decode_gptq(parts: Parts[Tensor], settings: Settings) -> Tensor:
 
 def decode_awq(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute ((codes − zero) · scale)ᵀ for codes of four bits, packed along outputs in the order of AWQ_ORDER."""
-    *words, scale, _ = _matrices(parts)
+    *words, scale, _ = _read_matrices(parts)
     codes, zeros = (_unpack_words(part, 4).reshape(*part.shape, 8)[..., AWQ_ORDER].flatten(-2) for part in words)
     is_symmetric = settings.get("zero_point") is False or settings.get("sym") is True
     problem = "zero_point is false or sym is true, which implies zeros of 8, but its zeros differ"
@@ -234,7 +234,7 @@ def decode_awq(parts: Parts[Tensor], settings: Settings) -> Tensor:
 def _decode_transposed(
     codes: Tensor, zeros: Tensor, scale: Tensor, settings: Settings, index: Tensor | None = None
 ) -> Tensor:
-    """Compute ((codes − zero) · scale)ᵀ, where codes have one row per input; zeros and scales have one row per group.
+    """Compute ((codes − zero) · scale)ᵀ, where codes have one row per input, and zeros and scales have one per group.
 
     `index` is the group of each input; None means that groups are consecutive runs of inputs.
     """
@@ -254,8 +254,8 @@ def _decode_transposed(
     return ((codes - zeros[index]) * scale.float()[index]).mT.contiguous()
 
 
-def _matrices(parts: Parts[Shaped]) -> tuple[Shaped, Shaped, Shaped, int]:
-    """Return the codes, zeros and scales of a GPTQ or AWQ weight, and the bits per code, derived from their shapes."""
+def _read_matrices(parts: Parts[Shaped]) -> tuple[Shaped, Shaped, Shaped, int]:
+    """Return the codes, zeros and scales of a GPTQ or AWQ weight, and the bits per code, computed from the shapes."""
     codes, zeros, scales = matrices = parts[""], parts[".qzeros"], parts[".scales"]
     require(all(len(matrix.shape) == 2 for matrix in matrices), "its codes, zeros and scales are not matrices")
     require(not isinstance(codes, Tensor) or codes.dtype == torch.int32, "its codes are not 32-bit words")
@@ -284,7 +284,7 @@ def decode_mxfp4(parts: Parts[Tensor], _settings: Settings) -> Tensor:
 
 def decode_four_bits(parts: Parts[Tensor], settings: Settings) -> Tensor:
     """Compute quant_map[code] · absmax[block] for two codes per byte, higher bits first (bitsandbytes nf4 and fp4)."""
-    state, kind = _state(parts), settings.get("bnb_4bit_quant_type")
+    state, kind = _parse_state(parts), settings.get("bnb_4bit_quant_type")
     require(not settings.get("load_in_8bit"), "its codes have four bits, but load_in_8bit is true")
     is_kind = not kind or f"{QUANT_STATE}{kind}" in parts
     require(is_kind, f"its codes are {state.get('quant_type')}, but bnb_4bit_quant_type is {format_value(kind)}")
@@ -293,10 +293,10 @@ def decode_four_bits(parts: Parts[Tensor], settings: Settings) -> Tensor:
     require(0 <= 2 * len(codes) - count <= 1, "its codes don't have the declared shape")
     require(values.shape == (16,), "its table does not have sixteen values")
     mapped = values.float()[torch.stack([codes >> 4, codes & 15], -1).flatten().long()[:count]]
-    return (mapped * _by_block(_largest(parts, state), state.get("blocksize"), count)).reshape(*shape)
+    return (mapped * _repeat_blocks(_decode_absmax(parts, state), state.get("blocksize"), count)).reshape(*shape)
 
 
-def _state(parts: Mapping[str, Tensor]) -> Json:
+def _parse_state(parts: Mapping[str, Tensor]) -> Json:
     """Parse bitsandbytes' description of the codes, which is JSON in a tensor of bytes, or raise ValueError."""
     stored = next((value for part, value in parts.items() if part.startswith(QUANT_STATE)), None)
     state = None
@@ -306,7 +306,7 @@ def _state(parts: Mapping[str, Tensor]) -> Json:
     return cast("Json", state)
 
 
-def _largest(parts: Parts[Tensor], state: Settings) -> Tensor:
+def _decode_absmax(parts: Parts[Tensor], state: Settings) -> Tensor:
     """Return the largest absolute value (absmax) of each block; if stored as codes, decode it with the nested map."""
     absmax = parts[".absmax"]
     if absmax.is_floating_point():
@@ -315,10 +315,11 @@ def _largest(parts: Parts[Tensor], state: Settings) -> Tensor:
     is_coded = absmax.dtype == torch.uint8 and values.shape == (256,)
     if not is_coded or not isinstance(offset, int | float):
         raise ValueError("its absmax can't be decoded")
-    return values.float()[absmax.long()] * _by_block(outer.float(), state.get("nested_blocksize"), len(absmax)) + offset
+    largest = _repeat_blocks(outer.float(), state.get("nested_blocksize"), len(absmax))
+    return values.float()[absmax.long()] * largest + offset
 
 
-def _by_block(largest: Tensor, side: object, count: int) -> Tensor:
+def _repeat_blocks(largest: Tensor, side: object, count: int) -> Tensor:
     """Repeat each block's largest value for its `side` codes; return one value for each of `count` codes."""
     if not isinstance(side, int) or side < 1 or largest.shape != (ceil(count / side),):
         raise ValueError(f"{len(largest)} blocks of {format_value(side)} can't contain {count} codes")
@@ -340,7 +341,7 @@ def decode_eight_bits(parts: Parts[Tensor], settings: Settings) -> Tensor:
 
 def packed_shape(parts: Parts[Stored], _read: PartReader) -> tuple[int, ...]:
     """Return the shape (outputs, inputs) of a GPTQ or AWQ weight, whose words pack neighbouring inputs or outputs."""
-    words, _, scale, bits = _matrices(parts)
+    words, _, scale, bits = _read_matrices(parts)
     return scale.shape[1], prod(words.shape) * 32 // (bits * scale.shape[1])
 
 
@@ -355,7 +356,7 @@ def pair_shape(parts: Parts[Stored], _read: PartReader) -> tuple[int, ...]:
 def read_shape(parts: Parts[Stored], read: PartReader) -> tuple[int, ...]:
     """Return the stored shape, which is a tensor in compressed-tensors and an entry of quant_state in bitsandbytes."""
     states = {part: read(part) for part in parts if part.startswith(QUANT_STATE)}
-    shape = read("_shape").tolist() if "_shape" in parts else _state(states).get("shape")
+    shape = read("_shape").tolist() if "_shape" in parts else _parse_state(states).get("shape")
     if not (isinstance(shape, list) and shape and all(isinstance(size, int) and size > 0 for size in shape)):
         raise ValueError("a valid description of its shape is missing")
     return tuple(shape)

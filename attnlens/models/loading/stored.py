@@ -43,13 +43,13 @@ class Stored(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Size in bytes, from the number of bits in the type's name (BF16, F8_E4M3; BOOL takes one byte)."""
+        """Size in bytes, computed from the number of bits in the type's name; BOOL takes one byte."""
         bits = re.search(r"\d+", self.type)
         return prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
     @property
     def encoded(self) -> bool:
-        """True if the values are codes, integers or truth values instead of floating-point numbers."""
+        """True if the values are codes, integers or Booleans instead of plain floating-point numbers."""
         return self.type not in FLOATS.values()
 
 
@@ -99,8 +99,8 @@ class LocalFile:
 class RemoteFile:
     """A weight file in a hub repository at one commit, read by ranges; its stamp (ETag) identifies its content.
 
-    huggingface_hub's own range readers hold a response of any length in memory, even if a server sends the whole
-    file, and request the full range again if the connection drops.
+    huggingface_hub's range readers load a response of any length, even if a server sends the whole file, and request
+    the full range again if the connection drops.
     """
 
     def __init__(self, name: str, url: str) -> None:
@@ -114,7 +114,7 @@ class RemoteFile:
         self.size, self.stamp = metadata.size, metadata.etag or ""
 
     def read(self, start: int, count: int) -> bytes:
-        """Read `count` bytes from offset `start`. Raises ModelError if all attempts fail, or for a wrong response."""
+        """Read `count` bytes from offset `start`. Raises ModelError if all attempts fail or a response is invalid."""
         from huggingface_hub.errors import HTTPError as ConnectionFailure  # type: ignore[attr-defined]
         from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 
@@ -153,14 +153,14 @@ class TensorFiles(ABC):
 
     @abstractmethod
     def spans(self, names: Iterable[str]) -> list[tuple[LocalFile | RemoteFile, int, int]]:
-        """Return (file, offset, size in bytes) of each piece of data from which these tensors are made."""
+        """Return (file, offset, size in bytes) of each stored part of these tensors."""
 
     @abstractmethod
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read and decode these tensors. Raises ModelError if that fails, or if a file changed since it was opened."""
 
     def size(self, names: Iterable[str]) -> int:
-        """Return the number of bytes read for these tensors."""
+        """Return the stored size of these tensors in bytes."""
         return sum(size for _, _, size in self.spans(names))
 
     def sample(self, names: Iterable[str]) -> bytes:
@@ -212,7 +212,7 @@ def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
 
 
 def read_pickle(file: Path) -> dict[str, Stored]:
-    """Return {name: Stored} for an allowed pickle. Raises ModelError unless it is a dict that `weights_only` allows."""
+    """Return {name: Stored} for a pickle. Raises ModelError unless torch can load it safely as a dict of tensors."""
     import torch
 
     try:

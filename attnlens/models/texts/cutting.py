@@ -63,7 +63,7 @@ class Batches:
         return len(self.batches)
 
     def some(self, sequences: int) -> Batches:
-        """Return evenly spaced forward passes with at least `sequences` sequences in total; all if there are fewer."""
+        """Return evenly spaced forward passes with at least `sequences` sequences in total, or all if too few exist."""
         count = -(-len(self.batches) * sequences // self.sequences)
         if count >= len(self.batches):
             return self
@@ -92,7 +92,7 @@ class Batches:
 
 
 def passages(several: Iterable[Batches]) -> list[tuple[int, ...]]:
-    """Return the ids of each passage: consecutive windows of a text are joined, also from different `Batches`.
+    """Return the ids of all windows, with consecutive windows of a text joined, even from different `Batches`.
 
     If any `Batches` contain lines, nothing is joined.
     """
@@ -112,7 +112,7 @@ def passages(several: Iterable[Batches]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Cut:
-    """Options for cutting texts into sequences, and for choosing the sequences that the model gets."""
+    """Options for cutting texts into sequences, and for choosing the sequences that the model reads."""
 
     tokens: int | None = None  # length of a window with special tokens; None: 128, or the model's limit if smaller
     sequences: int = 32  # number of sequences from all texts, divided among them as equally as their lengths allow
@@ -135,14 +135,14 @@ def batches(
     apart_from: Batches | None = None,
     skip_noise: int = 0,
 ) -> Batches:
-    """Build the inputs of `loaded` from the texts, without the windows of `apart_from`, which is cut in the same way.
+    """Build a model's inputs from the texts. Leave out the windows of `apart_from`, which is cut with the same options.
 
-    A model of pixels or sound gets files or, if there are none, noise that skips the first `skip_noise` random draws;
-    its decoder, or CLIP's text encoder, gets the texts. Raises TextError if a text or file is unsuitable or if there is
-    no tokenizer, UsageError if there are too many tokens or the number of files is wrong, and ModelError if a file
-    can't be prepared.
+    A model of pixels or sound reads files or, if there are none, noise, whose first `skip_noise` random draws are
+    skipped; its decoder, or CLIP's text encoder, reads the texts. Raises TextError if a text or file is unsuitable or
+    there is no tokenizer, UsageError if there are too many tokens or the number of files is wrong, and ModelError if a
+    file can't be prepared.
     """
-    accepted = _checked_media(loaded)
+    accepted = _find_media(loaded)
     paths: dict[media.Modality, tuple[str, ...]] = {"image": cut.image, "audio": cut.audio}
     prepared = {modality: media.read_files(loaded, modality, each) for modality, each in paths.items() if each}
     files = {modality: inputs for modality, (inputs, _) in prepared.items()}
@@ -176,7 +176,7 @@ def batches(
 
 
 def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) -> int | None:
-    """Return the number of files per modality, equal for all modalities; None if there are no files.
+    """Return the number of files of each modality, or None if there are no files.
 
     Raises UsageError if modalities have different numbers of files, or more than `most`.
     """
@@ -187,12 +187,12 @@ def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) ->
         raise UsageError(problem, "Give the same number of files of each kind.")
     count = next(iter(counts.values()), None)
     if count is not None and count > most:
-        problem = f"Each sequence uses one file, but {count} files are more than --windows {most}."
+        problem = f"Each sequence uses one file, but there are {count} files for --windows {most}."
         raise UsageError(problem, f"Give --windows {count}.")
     return count
 
 
-def _checked_media(loaded: Loaded) -> media.Media:
+def _find_media(loaded: Loaded) -> media.Media:
     """Return the images and sounds that the model reads; raise TextError if the model requires other inputs."""
     accepted = media.media_of(loaded.model, loaded.folder)
     available = (*accepted.names, *IDS * reads_text(loaded))
@@ -202,7 +202,7 @@ def _checked_media(loaded: Loaded) -> media.Media:
 
 
 def reads_text(loaded: Loaded) -> bool:
-    """Return True if any part of the model reads token ids (as Whisper's decoder and CLIP's text encoder do)."""
+    """Return True if any part of the model reads token ids, such as Whisper's decoder or CLIP's text encoder."""
     return sequences.reads_ids(loaded.model) or sequences.decodes_text(loaded.model)
 
 
@@ -216,7 +216,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
 
     `bare` omits images and sounds that have placeholder ids. Raises TextError if an input can't be generated.
     """
-    accepted = _checked_media(loaded)
+    accepted = _find_media(loaded)
     ids: list[list[int]] = []
     if reads_text(loaded):
         draws = Random(seed)  # noqa: S311  # not for cryptography
@@ -237,7 +237,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
 def _cut_texts(
     loaded: Loaded, contents: Sequence[Content], cut: Cut, taken: Mapping[str, AbstractSet[int]]
 ) -> tuple[list[Row], list[Text]]:
-    """Return the sequences chosen from the texts, and a record of each text used; [], [] if the model reads no text.
+    """Return the sequences chosen from the texts, and records of the texts used; both are [] without text input.
 
     Raises TextError if no sequence is chosen, or if an id is outside the model's vocabulary.
     """

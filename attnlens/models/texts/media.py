@@ -43,7 +43,7 @@ RANDOM = {"image": "random pixels", "audio": "random sound"}  # names of random 
 TYPE_NUMBERS = {"image": 1, "audio": 3}  # values of `mm_token_type_ids` for placeholders; text is 0
 MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")  # parameter names of a sound's mask
 ALIASES = {"grid_thw": "image_grid_thw", "merge_sizes": "image_merge_sizes", "pixel_position_ids": "image_position_ids"}
-"""Parameter names of vision models without a language model → names that processors give to these inputs."""
+"""Names that processors give to inputs of vision models without a language model, keyed by parameter name."""
 SAY = {
     "image": "Give an image in a format that Pillow supports, such as .png or .jpg.",
     "audio": "Give an uncompressed .wav file (PCM with 8, 16, 24 or 32 bits).",
@@ -94,23 +94,23 @@ def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, fold
     processor, before, problem = None, tuple[Placeholder, ...](), ""
     try:
         processor = load_processor(model, modality, folder)
-        inputs = _make_up(model, modality, processor, 0, 0)
+        inputs = _generate_input(model, modality, processor, 0, 0)
     except ModelError as error:
         processor, problem = None, error.problem
     try:
         if problem:
-            inputs = _make_up(model, modality, None, 0, 0)
+            inputs = _generate_input(model, modality, None, 0, 0)
         if sequences.reads_ids(model) and not hasattr(model, "get_text_features"):  # CLIP puts no image among its ids
-            before = ((modality, *_count_parts(model, modality, inputs)),)
+            before = ((modality, *_count_placeholders(model, modality, inputs)),)
             trial, _ = Feed(model, Media({modality: processor}, before), 0).inputs(range(1), [plain_ids(model, 4)])
             with torch.no_grad():
                 model(**trial)
     except (TextError, *FAILURES) as error:
-        needed = _input_name(model, modality) in sequences.required_inputs(model)
+        needed = _find_input_name(model, modality) in sequences.required_inputs(model)
         if is_memory(error) or (needed and isinstance(error, TextError)):
             raise
         if not needed:
-            why = error.problem if isinstance(error, TextError) else f"{_failure(error)}."
+            why = error.problem if isinstance(error, TextError) else f"{_format_failure(error)}."
             note = f"No {modality} is passed to the model: {why}{f' No processor: {problem}' if problem else ''}"
             return replace(media, notes=(*media.notes, note))
         before = ()
@@ -124,8 +124,8 @@ def _add_modality(model: PreTrainedModel, media: Media, modality: Modality, fold
 
 
 def modalities(model: PreTrainedModel) -> list[Modality]:
-    """Return the modalities that the model reads besides text, judging by the parameters of its forward pass."""
-    return [modality for modality, inputs in INPUTS.items() if not _parameters(model).keys().isdisjoint(inputs)]
+    """Return the modalities other than text for which the model's forward pass has a parameter."""
+    return [modality for modality, inputs in INPUTS.items() if not _map_parameters(model).keys().isdisjoint(inputs)]
 
 
 @dataclass
@@ -137,20 +137,20 @@ class Feed:
     seed: int
     skip: int = 0  # index of the first random draw
     files: Mapping[Modality, Sequence[Mapping[str, Tensor]]] = field(default_factory=dict)
-    """Modality read from files → its prepared inputs, one item per sequence."""
+    """Prepared inputs read from files, one item per sequence, keyed by modality."""
 
     def __post_init__(self) -> None:
         """Start the digest of each modality's random inputs."""
         self._digests = {modality: sha256() for modality in self.media.processors if modality not in self.files}
 
     def take(self, numbers: Iterable[int]) -> dict[str, Tensor]:
-        """Return the images and sounds of the sequences `numbers`, concatenated, by parameter name."""
+        """Return the concatenated images and sounds of the sequences `numbers`, keyed by parameter name."""
         each = []
         for number in numbers:
             inputs = dict[str, Tensor]()
             for modality, digest in self._digests.items():
                 processor = self.media.processors[modality]
-                random = _make_up(self.model, modality, processor, self.seed, number + self.skip)
+                random = _generate_input(self.model, modality, processor, self.seed, number + self.skip)
                 for value in random.values():
                     digest.update(value.numpy().tobytes())
                 inputs |= random
@@ -181,11 +181,11 @@ class Feed:
         placeholders = [placeholder for placeholder in self.media.before if placeholder[0] not in self.files]
         for modality, inputs in self.files.items():
             try:
-                placeholders.append((modality, *_count_parts(self.model, modality, inputs[number])))
+                placeholders.append((modality, *_count_placeholders(self.model, modality, inputs[number])))
             except FAILURES as error:
                 if is_memory(error):
                     raise
-                problem = f"The {modality} can't be passed to the model: {_failure(error)}."
+                problem = f"The {modality} can't be passed to the model: {_format_failure(error)}."
                 raise ModelError(problem, f"Leave out the {modality} files.") from error
         return placeholders
 
@@ -210,14 +210,14 @@ def read_files(loaded: Loaded, modality: Modality, paths: Sequence[str]) -> tupl
         content = read_bytes(with_home(path), TextError, SAY[modality], most=LARGEST_FILE)
         raw: Sequence[object] | np.ndarray = ()
         if modality == "audio":
-            raw = _samples(path, content, _rate(processor))
+            raw = _samples(path, content, _find_rate(processor))
         else:
             with foreign(f"{path} can't be read as an image", SAY["image"], TextError):
                 try:
                     raw = [Image.open(BytesIO(content)).convert("RGB")]
                 except UnidentifiedImageError:  # its message contains the address of the content in memory
                     raise ValueError("unknown format") from None
-        inputs.append(_process(loaded.model, modality, processor, raw, path))
+        inputs.append(_apply_processor(loaded.model, modality, processor, raw, path))
         records.append(Text(name=Path(path).name, sha256=sha256(content).hexdigest(), windows=[0]))
     return inputs, records
 
@@ -245,28 +245,28 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
     return processor
 
 
-def _make_up(
+def _generate_input(
     model: PreTrainedModel, modality: Modality, processor: Processor | None, seed: int, number: int
 ) -> dict[str, Tensor]:
     """Return the inputs of one random image or sound, determined by `seed` and `number`, or raise AttnlensError."""
     draws = np.random.default_rng([seed % 2**63, number])  # numpy takes no negative seeds
     if processor is None:
         numbers = draws.standard_normal(_shape(model, modality), np.float32)
-        return {_input_name(model, modality): torch.from_numpy(numbers)[None]}
+        return {_find_input_name(model, modality): torch.from_numpy(numbers)[None]}
     if modality == "audio":
-        samples = draws.normal(0, 0.1, _rate(processor)).astype(np.float32)
-        return _process(model, modality, processor, samples, "a random sound")
-    frames = _input_name(model, modality) == model.main_input_name and setting(model, "num_frames")
-    height, width = (side if type(side) is int and 0 < side < IMAGE_SIZE else IMAGE_SIZE for side in _sides(model))
+        samples = draws.normal(0, 0.1, _find_rate(processor)).astype(np.float32)
+        return _apply_processor(model, modality, processor, samples, "a random sound")
+    frames = _find_input_name(model, modality) == model.main_input_name and setting(model, "num_frames")
+    height, width = (side if type(side) is int and 0 < side < IMAGE_SIZE else IMAGE_SIZE for side in _find_sides(model))
     images = [
         Image.fromarray(draws.integers(0, 256, (COLOURS, COLOURS, 3), np.uint8)).resize((width, height))
         for _ in range(frames if frames in range(1, MOST_FRAMES + 1) else 1)
     ]
-    return _process(model, modality, processor, images, "a random image")
+    return _apply_processor(model, modality, processor, images, "a random image")
 
 
-def _sides(model: PreTrainedModel) -> tuple[object, object]:
-    """Return the config's height and width of an image, unchecked; both are IMAGE_SIZE if the config has no size."""
+def _find_sides(model: PreTrainedModel) -> tuple[object, object]:
+    """Return the height and width of images according to the config, without checks; IMAGE_SIZE is the default."""
     size = setting(model, "image_size", "crop_size", "input_size", "img_size") or IMAGE_SIZE
     if isinstance(size, dict):
         return size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))
@@ -276,9 +276,9 @@ def _sides(model: PreTrainedModel) -> tuple[object, object]:
 
 def _shape(model: PreTrainedModel, modality: Modality) -> tuple[int, ...]:
     """Return the shape of one image, video or sound for this config; raise TextError if it is unknown or invalid."""
-    name, shape = _input_name(model, modality), tuple[Any, ...]()
+    name, shape = _find_input_name(model, modality), tuple[Any, ...]()
     if modality == "image":
-        shape = (setting(model, "num_channels", "in_channels", "in_chans") or 3, *_sides(model))
+        shape = (setting(model, "num_channels", "in_channels", "in_chans") or 3, *_find_sides(model))
         frames = setting(model, "num_frames", "frames_per_clip")
         if name == "pixel_values_videos" or (frames and name == model.main_input_name):
             shape = (frames or FRAMES, *shape)
@@ -317,19 +317,19 @@ def _samples(path: str, content: bytes, expected: int) -> Float[np.ndarray, " sa
     return samples
 
 
-def _rate(processor: Processor) -> int:
-    """Return the samples per second that a processor expects, or RATE if it gives no valid number."""
+def _find_rate(processor: Processor) -> int:
+    """Return the samples per second that a processor expects, or RATE if the processor has no valid rate."""
     rate = getattr(processor, "sampling_rate", None)
     return rate if isinstance(rate, int) and 0 < rate <= LARGEST_INPUT else RATE
 
 
-def _process(
+def _apply_processor(
     model: PreTrainedModel, modality: Modality, processor: Processor, raw: Sequence[object] | np.ndarray, name: str
 ) -> dict[str, Tensor]:
-    """Apply the processor to images or samples; return the tensors that the model accepts, by parameter name."""
-    names, options = _parameters(model), dict[str, object]()
+    """Apply the processor to images or samples; return the tensors that the model accepts, keyed by parameter name."""
+    names, options = _map_parameters(model), dict[str, object]()
     if modality == "audio":
-        options["sampling_rate"] = _rate(processor)
+        options["sampling_rate"] = _find_rate(processor)
         if names.get("attention_mask") in MASKS and "return_attention_mask" in signature(processor).parameters:
             options["return_attention_mask"] = True
     problem, remedy = f"The model's processor fails on {name}", f"Give another file, or leave out the {modality} files."
@@ -342,7 +342,7 @@ def _process(
     return inputs
 
 
-def _parameters(model: PreTrainedModel) -> dict[str, str]:
+def _map_parameters(model: PreTrainedModel) -> dict[str, str]:
     """Map the names that processors use to the parameters of the model's forward pass."""
     parameters = signature(model.forward).parameters
     names = {name: name for name in parameters} | {alias: name for name, alias in ALIASES.items() if name in parameters}
@@ -358,7 +358,7 @@ def _parameters(model: PreTrainedModel) -> dict[str, str]:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Inside the `with`, raise MemoryError if more than MEMORY bytes are added. There is no limit outside Linux."""
+    """On Linux, make allocations inside the `with` fail if they exceed MEMORY bytes in total."""
     try:
         from resource import RLIM_INFINITY, RLIMIT_AS, getpagesize, getrlimit, setrlimit
 
@@ -375,14 +375,14 @@ def _bounded_memory() -> Iterator[None]:
         setrlimit(RLIMIT_AS, (soft, hard))
 
 
-def _input_name(model: PreTrainedModel, modality: Modality) -> str:
-    """Return the name of the forward pass's parameter that gets the prepared image or sound."""
-    names = _parameters(model)
+def _find_input_name(model: PreTrainedModel, modality: Modality) -> str:
+    """Return the name of the forward pass's parameter for the prepared image or sound."""
+    names = _map_parameters(model)
     return next(names[name] for name in INPUTS[modality] if name in names)
 
 
 def setting(model: PreTrainedModel, *names: str) -> Any:  # settings of config.json have any type
-    """Return the first of these settings in the model's config or, by level, in nested configs; None if absent."""
+    """Return the first of these settings in the config or, level by level, in nested configs; None if absent."""
     level: list[object] = [model.config]
     while level:
         values = [value for config in level for name in names if (value := getattr(config, name, None)) is not None]
@@ -392,8 +392,8 @@ def setting(model: PreTrainedModel, *names: str) -> Any:  # settings of config.j
     return None
 
 
-def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return a modality's placeholder id, and how many placeholders `inputs` need; (0, 0) without placeholders."""
+def _count_placeholders(model: PreTrainedModel, modality: Modality, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Return the id and the number of placeholders for `inputs`; (0, 0) if the model uses no placeholders."""
     token, method = setting(model, f"{modality}_token_id", f"{modality}_token_index"), f"get_{modality}_features"
     owners = [part for part in model.modules() if hasattr(part, method)]
     if token is None or not owners:
@@ -406,12 +406,12 @@ def _count_parts(model: PreTrainedModel, modality: Modality, inputs: Mapping[str
     return token, sum(value.shape[:-1].numel() for value in tensors(features))
 
 
-def _failure(error: Exception) -> str:
+def _format_failure(error: Exception) -> str:
     return f"the model fails on it ({type(error).__name__}: {first_line(error)})"
 
 
 def placeholder_ids(model: PreTrainedModel) -> set[int]:
-    """Return the ids of placeholders, each of which stands for a part of an image or sound."""
+    """Return the token ids that are placeholders for images or sounds."""
     names = [f"{modality}_token_{suffix}" for modality in INPUTS for suffix in ("id", "index")]
     return {token for name in names if (token := setting(model, name)) is not None}
 

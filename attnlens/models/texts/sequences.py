@@ -118,9 +118,10 @@ class Content:
 
 
 def read(path: str, *, offline: bool = False) -> Content:
-    """Read a file, standard input (`-`) or rows of a dataset (`datasets:NAME`); of JSON rows, the text or content.
+    """Read a file, standard input (`-`) or rows of a dataset (`datasets:NAME`).
 
-    Raises TextError if the text can't be read, and UsageError if the package `datasets` is needed but not installed.
+    JSON rows are read from their field `text` or `content`. Raises TextError if the text can't be read, and UsageError
+    if the package `datasets` is needed but not installed.
     """
     if (rows := dataset_rows(path)) is not None:
         return read_rows(rows, most=LONGEST, offline=offline)
@@ -171,7 +172,7 @@ def read_each(paths: Sequence[str], *, offline: bool = False) -> tuple[Content, 
 
 
 def sample(model: str) -> tuple[Content, ...]:
-    """Return the built-in texts for a model: King James passages if it is `demo` or derived from `demo`, else all."""
+    """Return the built-in texts for a model: all, or only King James passages if the model is derived from `demo`."""
     names = list(SAMPLE_NAMES.items())[: 1 if model == "demo" or _reads_like_demo(Path(model)) else None]
     return tuple(Content(_read_text(str(path), name), name) for path, name in names)
 
@@ -188,7 +189,7 @@ def _reads_like_demo(folder: Path) -> bool:
 
 
 def thin_text(content: Content, *, spread: bool) -> Content:
-    """Return the text, or if it is longer than LONGEST, its beginning or (if `spread`) BLOCKS evenly spaced blocks."""
+    """Shorten a text longer than LONGEST to its beginning or, if `spread`, to BLOCKS evenly spaced blocks."""
     length, size = len(content.text), LONGEST // BLOCKS
     if length <= LONGEST:
         return content
@@ -273,7 +274,7 @@ def decodes_text(model: PreTrainedModel) -> bool:
 
 
 def vocabulary(model: PreTrainedModel) -> int | None:
-    """Return the vocabulary size from the model's config, or else from its input embedding; None if unknown."""
+    """Return the vocabulary size according to the config or, if absent, the input embedding; None if unknown."""
     size: int | None = getattr(text_config(model.config), "vocab_size", None)
     if size is None:
         with suppress(NotImplementedError):  # the model has no input embedding
@@ -331,7 +332,7 @@ def foreign_notes(shares: Mapping[str, float], least: float = NOTABLE) -> list[s
 
 
 def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
-    """Return how many of `wanted` windows each text gets, as equally as the `available` numbers of windows allow."""
+    """Return the number of windows per text: `wanted` in all, divided as equally as `available` windows allow."""
     turns = sorted((turn, text) for text, most in enumerate(available) for turn in range(min(most, wanted)))
     counts = Counter(text for _, text in turns[:wanted])
     return [counts[text] for text in range(len(available))]
@@ -438,7 +439,7 @@ def window_length(model: PreTrainedModel, tokens: int | None) -> int:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Return how many positions the model has; None if unknown, or if positions are relative and unbounded (T5)."""
+    """Return the maximum number of positions; None if unknown, or if positions are relative and unbounded (T5)."""
     config = text_config(model.config)
     if hasattr(config, "relative_attention_num_buckets"):
         return None
@@ -451,7 +452,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, *, special: bool) -> list[int]:
-    """Return the ids of `text`, with special tokens if `special`; suppress the tokenizer's warning about long texts."""
+    """Return the ids of `text`, with special tokens if `special`."""
     with _tokenizing(tokenizer, content):
         ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return ids
@@ -471,9 +472,9 @@ def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterato
 
 
 RUN = 32
-"""Least length in tokens (10 to 25 words) of a repeated run that is not a coincidence: the halves of the demo's text,
-a single book, share no run of 12 tokens."""
-LEAST = 8  # least length of a line that counts as shared: the halves of that text share 1 to 7 % of runs of 8 tokens
+"""Minimum length in tokens (10 to 25 words) of a repeated run that is not a coincidence: the two halves of the demo's
+text, a single book, share no run of 12 tokens."""
+LEAST = 8  # minimum length of a line that counts as shared: those halves share 1 to 7 % of their runs of 8 tokens
 MOST_SHARED = 0.1
 """Largest share of evaluated tokens that can occur in the calibration text for a measurement to count as held out. In
 the worst case, the loss of shared tokens is 0. A tenth of the tokens then hides a tenth of the measured effect, which
@@ -488,11 +489,11 @@ def shared_share(
     """Return the share, 0 to 1, of evaluated tokens in runs that also occur within a calibration passage.
 
     A run has RUN tokens, or fewer if all calibration passages are shorter; special tokens are left out. An evaluated
-    passage of LEAST to RUN tokens counts if it occurs as a whole; from 2 · LEAST tokens on, its first or last token can
-    be missing, because the beginning of a text is tokenized differently from its repetitions. If there are no evaluated
-    tokens, the share is 0.
+    passage of LEAST to RUN tokens counts if all of it occurs. If it has at least 2 · LEAST tokens, its first or last
+    token can be missing, because the beginning of a text is tokenized differently from later repetitions. If there are
+    no evaluated tokens, the share is 0.
     """
-    evaluated, calibrated = (_bare(tokenizer, rows) for rows in (evaluated, calibrated))
+    evaluated, calibrated = (_remove_special_tokens(tokenizer, rows) for rows in (evaluated, calibrated))
     longest = min(RUN, max(map(len, calibrated), default=0))
     by_length = defaultdict[int, list[Ids]](list)
     for passage in evaluated:
@@ -501,27 +502,27 @@ def shared_share(
             by_length[length].append(passage)
     covered = 0
     for length, passages in by_length.items():
-        wanted = {run for passage in passages for run in _runs(passage, length)}
-        shared = {run for passage in calibrated for run in _runs(passage, length) if run in wanted}
+        wanted = {run for passage in passages for run in _list_runs(passage, length)}
+        shared = {run for passage in calibrated for run in _list_runs(passage, length) if run in wanted}
         covered += _count_covered(passages, length, shared)
     return covered / max(1, sum(map(len, evaluated)))
 
 
 def repeated_share(tokenizer: PreTrainedTokenizerBase | None, sequences: Sequence[Ids]) -> float:
     """Return the share, 0 to 1, of non-special tokens in runs of RUN tokens that occur in more than one sequence."""
-    bare = _bare(tokenizer, sequences)
-    counts = Counter(run for row in bare for run in set(_runs(row, RUN)))
+    bare = _remove_special_tokens(tokenizer, sequences)
+    counts = Counter(run for row in bare for run in set(_list_runs(row, RUN)))
     repeated = {run for run, count in counts.items() if count > 1}
     return _count_covered(bare, RUN, repeated) / max(1, sum(map(len, bare)))
 
 
-def _bare(tokenizer: PreTrainedTokenizerBase | None, rows: Iterable[Ids]) -> list[list[int]]:
+def _remove_special_tokens(tokenizer: PreTrainedTokenizerBase | None, rows: Iterable[Ids]) -> list[list[int]]:
     """Return the rows without special tokens."""
     special = set(() if tokenizer is None else tokenizer.all_special_ids)
     return [[id_ for id_ in row if id_ not in special] for row in rows]
 
 
-def _runs(passage: Ids, length: int) -> list[bytes]:
+def _list_runs(passage: Ids, length: int) -> list[bytes]:
     """Return all runs of `length` ids as bytes, which hash faster than tuples and compare exactly."""
     ids = array("q", passage)
     return [ids[at : at + length].tobytes() for at in range(len(passage) - length + 1)]
@@ -531,6 +532,6 @@ def _count_covered(passages: Iterable[Ids], length: int, shared: Container[bytes
     """Count the tokens of `passages` that are part of any of the `shared` runs of `length` tokens."""
     covered = 0
     for passage in passages:
-        starts = [start for start, run in enumerate(_runs(passage, length)) if run in shared]
+        starts = [start for start, run in enumerate(_list_runs(passage, length)) if run in shared]
         covered += len({start + offset for start in starts for offset in range(length)})
     return covered

@@ -1,4 +1,4 @@
-"""Convert hand-written attention to Calls, and replace the weighted sums of values that modules compute."""
+"""Convert hand-written attention of a running model to Calls, and replace its results."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ ROUNDINGS = 32  # two values that were computed from the same number in a few st
 def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Fit scores = factor · ⟨query, key⟩ + bias, up to a term per query; return factor, visible pairs and bias.
 
-    `zero` contains the scores if every product ⟨query, key⟩ is 0, and `scores` contains those if the products are
+    `zero` contains the scores if all products ⟨query, key⟩ are 0, and `scores` contains the scores if the products are
     `signs`, (queries, keys). The factor has the shape (heads,). Raises UnreadableError if `zero` contains NaN, or if
     the factor is 0, is not finite or differs within a head.
     """
     if bool(zero.isnan().any()):
         raise unreadable("NaN is added to its scores")
     allowed, bias = split_mask(zero)
-    # pairs whose scores do not depend on the product are masked too, by a factor of 0 or by a number that absorbs it
+    # a factor of 0, or a bias so large that rounding removes the product, also masks a pair
     visible = (scores != zero) if allowed is None else allowed & (scores != zero)
     products = _centre(signs.to(zero), visible)
     gain = _centre(scores - zero, visible)
@@ -64,8 +64,10 @@ def fit_affine(signs: Tensor, zero: Tensor, scores: Tensor) -> tuple[Tensor, Ten
     return factor, visible, bias
 
 
-def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zero: Tensor, scores: Tensor) -> None:
-    """Raise UnreadableError unless the scores of these random queries and keys are factor · ⟨query, key⟩ + bias."""
+def check_random_scores(
+    query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zero: Tensor, scores: Tensor
+) -> None:
+    """Raise UnreadableError unless `scores` − `zero` is factor · ⟨query, key⟩, up to rounding and a term per query."""
     product = query.to(zero) @ key.to(zero).expand(-1, query.shape[1], -1, -1).transpose(-1, -2)
     predicted = _centre(factor.view(1, -1, 1, 1) * product, visible)
     moved = _centre(scores.to(zero) - zero, visible)
@@ -74,8 +76,8 @@ def check_moved(query: Tensor, key: Tensor, factor: Tensor, visible: Tensor, zer
     if math.isnan(error):
         raise unreadable(f"its scores are {NOT_FINITE}")
     if error > rounding_limit(query.dtype):
-        problem = "its scores are not a multiple of ⟨query, key⟩: with other queries and keys they deviate by"
-        raise unreadable(f"{problem} {error:.1e} of their size")
+        problem = "its scores are not a multiple of ⟨query, key⟩: for random queries and keys"
+        raise unreadable(f"{problem} the relative difference is {error:.1e}")
 
 
 def rounding_limit(dtype: torch.dtype) -> float:
@@ -98,7 +100,7 @@ Tokens = tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class Lead:
-    """The leading axes (all but two) of queries, keys and scores; heads have an axis, or are merged with the batch."""
+    """Leading axes (all but two) of queries, keys and scores. The heads have their own axis or share the batch axis."""
 
     shape: tuple[int, ...]  # sizes of the leading axes
     axis: int  # axis of the heads; 1 if a single axis merges batch and heads
@@ -106,11 +108,11 @@ class Lead:
 
     @property
     def _whole(self) -> tuple[int, ...]:
-        """Sizes of the leading axes; a single axis is separated into (batch, heads)."""
+        """Sizes of the leading axes, with a single axis split into (batch, heads)."""
         return (self.shape[0] // self.heads, self.heads) if len(self.shape) == 1 else self.shape
 
     def like(self, shape: tuple[int, ...]) -> Lead:
-        """Return this lead, with batch and heads merged or separated to match a tensor with leading axes `shape`."""
+        """Return this Lead, with batch and heads merged or split to fit a tensor with the leading axes `shape`."""
         if self.axis != 1 or {len(shape), len(self.shape)} != {1, 2}:
             return self
         return Lead((math.prod(self._whole),) if len(shape) == 1 else self._whole, 1, self.heads)
@@ -133,9 +135,9 @@ class Lead:
 
 
 def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -> Lead:
-    """Find the axis of the heads among the leading axes `shape` of scores; raise UnreadableError if this is unclear.
+    """Find the axis of the heads among the leading axes `shape` of scores; raise UnreadableError if it is ambiguous.
 
-    The number of heads is the number of queries per token or, if a module pools its queries, of keys per token.
+    The number of heads is the number of queries per token or, if the module pools its queries, of keys per token.
     """
     total, count, axes = math.prod(shape), math.prod(tokens or (0,)), f"queries have the axes {(*shape, queries)}"
     counts = [total * rows // count for rows in (queries, keys) if count and total * rows % count == 0]
@@ -170,7 +172,7 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
     factor, visible, bias = fit_affine(scores.signs, zero, signs)
     if moved:
         moved_query, moved_key = map(lead.split, scores.moved)
-        check_moved(moved_query, moved_key, factor, visible, zero, *moved)
+        check_random_scores(moved_query, moved_key, factor, visible, zero, *moved)
     query, scale = lead.split(product.left), float(factor[0].detach())
     # a Call has one scale: different factors of heads become part of the queries
     if bool(((factor - scale).abs() > ROUNDINGS * torch.finfo(factor.dtype).eps * abs(scale)).any()):
@@ -183,7 +185,7 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
 
 
 def fused_call(arguments: Keywords, tokens: Tokens, module: nn.Module) -> tuple[Call, Lead]:
-    """Return the Call and Lead for the arguments with which a module calls torch's scaled_dot_product_attention."""
+    """Convert a module's arguments of torch's scaled_dot_product_attention to a Call; also return its Lead."""
     query, key, mask, scale = arguments["query"], arguments["key"], arguments.get("attn_mask"), arguments.get("scale")
     lead = find_lead(tuple(query.shape[:-2]), query.shape[-2], key.shape[-2], tokens)
     if mask is not None:
@@ -242,12 +244,12 @@ def trace_attention(
 ) -> Iterator[Refused]:
     """Inside the `with`, replace each weighted sum of hand-written attention in `model` by the result of `answer`.
 
-    `modules` contains modules whose attention was readable before: only these are traced, and ModelError is raised if
-    the attention of one is now unreadable. If `modules` is None, all modules are traced, the model computes unreadable
-    attention itself, and the yielded dict contains the reason by module. `content` contains the tensors on which
-    queries and keys depend, by default the model's inputs except masks and positions. With `prove`, the model continues
-    with its own sums, which must agree with attention recomputed from the Call. `on_weights` gets each module and its
-    attention weights, (batch, heads, queries, keys).
+    `modules` contains modules whose attention was readable in an earlier pass: only these are traced, and ModelError is
+    raised if the attention of any of them is now unreadable. If `modules` is None, all modules are traced, the model
+    computes unreadable attention itself, and the yielded dict contains the reason for each such module. `content`
+    contains the tensors on which queries and keys depend, by default the model's inputs except masks and positions.
+    With `prove`, the model uses its own results, and attention whose recomputed result differs is also unreadable.
+    `on_weights` is called with each module and its attention weights, (batch, heads, queries, keys).
     """
     tracer = _Tracer(answer, None if modules is None else set(modules), content, prove, on_weights)
     parts = list(model.modules())
@@ -295,7 +297,7 @@ class _Tracer(TorchFunctionMode):
         if self.modules is not None and not any(module in self.modules for module, _ in self.running):
             return self.known.run(call)
         if function in SOFTMAXES:
-            return self._softmax(call)
+            return self._trace_softmax(call)
         if function is F.scaled_dot_product_attention:
             result = self._answer_fused(call)
         else:
@@ -315,13 +317,13 @@ class _Tracer(TorchFunctionMode):
                 if product is not None:
                     return product
             if weights is None:
-                return self._product(call, pair, constant=constant)
+                return self._trace_product(call, pair, constant=constant)
             is_sum = call.function in MATMULS and pair[0] is weights and pair[1].dim() > 1
-            result = self._sum(call, weights, pair[1] if is_sum else None)
+            result = self._answer_sum(call, weights, pair[1] if is_sum else None)
         self.known.inputs[result] = True
         return result
 
-    def _product(self, call: FunctionCall, pair: tuple[Tensor, Tensor], *, constant: bool) -> Tensor:
+    def _trace_product(self, call: FunctionCall, pair: tuple[Tensor, Tensor], *, constant: bool) -> Tensor:
         """Compute a product, and trace it as scores unless one side is a weight of the model."""
         result: Tensor = call.run()
         dependent = [part in self.known.inputs for part in pair]
@@ -334,7 +336,7 @@ class _Tracer(TorchFunctionMode):
             self.known.scores[result] = {scores: standins}
         return result
 
-    def _softmax(self, call: FunctionCall) -> Tensor:
+    def _trace_softmax(self, call: FunctionCall) -> Tensor:
         result: Tensor = call.run()
         args, kwargs = call.args, call.kwargs
         logits = args[0] if args else kwargs["input"]
@@ -346,8 +348,8 @@ class _Tracer(TorchFunctionMode):
             self.known.weights[result] = TracedSoftmax(logits, carried)
         return result
 
-    def _sum(self, call: FunctionCall, weights: Tensor, values: Tensor | None) -> Tensor:
-        """Replace the product of attention weights and `values`; `values` is None if the weights are used otherwise."""
+    def _answer_sum(self, call: FunctionCall, weights: Tensor, values: Tensor | None) -> Tensor:
+        """Return the answer for weights · `values`. If the weights are used in any other way, `values` is None."""
         softmax = self.known.weights[weights]
         scores = next(iter(softmax.carried))
         shared = [pair for pair, module in zip(self.running, scores.modules, strict=False) if pair[0] is module]
@@ -371,7 +373,7 @@ class _Tracer(TorchFunctionMode):
         def read(module: nn.Module, tokens: Tokens) -> tuple[Call, Lead]:
             attention, lead = fused_call(arguments, tokens, module)
             if self.on_weights is not None:
-                key = arguments["key"]  # the weights are the output for the identity matrix as values
+                key = arguments["key"]  # if the values are the identity matrix, the output is the weights
                 unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
                 self.on_weights(module, lead.split(F.scaled_dot_product_attention(**{**arguments, "value": unit})))
             return attention, lead
@@ -397,7 +399,7 @@ class _Tracer(TorchFunctionMode):
             sees_keys = lead.back(sees.expand(*call.query.shape[:3]).transpose(1, 2)[..., None])
             if not self.prove:
                 answer = lead.back(self.answer(call)).to(dtype)
-                # models differ in what they return for a query that sees no key
+                # for a query that sees no key, models return different values
                 return answer if bool(sees_keys.all()) else torch.where(sees_keys, answer, original())
             result = original()
             checked = result.isfinite() & sees_keys  # heads with NaN do not prevent the check of other heads
@@ -409,7 +411,7 @@ class _Tracer(TorchFunctionMode):
             if not error <= rounding_limit(result.dtype):  # `not <=` also refuses NaN
                 raise unreadable(f"its output differs from softmax(scores) · values (relative difference {error:.1e})")
         except UnreadableError as refusal:
-            if self.modules is not None:  # without an error, the model would compute a site that was read before
+            if self.modules is not None:  # otherwise a site to be replaced would silently keep the model's attention
                 problem = f"{type(owner).__name__} can't be traced on these inputs: {refusal.problem}."
                 raise ModelError(problem, "Give inputs of the same kind as in the first forward pass.") from None
             self.refused[owner] = refusal.problem
@@ -426,7 +428,7 @@ def call_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str
 
 _plain_multi_head = types.FunctionType(  # a copy of torch's function that does not dispatch to function modes
     F.multi_head_attention_forward.__code__,
-    vars(F) | {"has_torch_function": lambda _arguments: False},  # prevents endless calls of the mode
+    vars(F) | {"has_torch_function": lambda _arguments: False},  # prevents an infinite recursion
     argdefs=F.multi_head_attention_forward.__defaults__,
 )
 _plain_multi_head.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__

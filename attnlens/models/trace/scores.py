@@ -1,6 +1,6 @@
 """Trace products of queries and keys to a softmax.
 
-Each step also runs on stand-ins (other values of the product), which show how the softmax depends on the product.
+Each step is also computed with other values of the product (stand-ins), to find how the scores depend on the product.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FunctionCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """A call whose result is an affine function of left · rightᵀ, the product over the last axes."""
+    """A call whose result is an affine function of left · rightᵀ."""
 
     left: Tensor  # (…, rows, size): the first operand
     right: Tensor  # (…, columns, size): the second operand, with leading axes that broadcast to those of the first
@@ -98,7 +98,7 @@ def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Ten
     if len(factors) != 2 or "->" not in equation:
         return None
     inputs = equation.partition("->")[0].split(",")
-    # number of axes for which the ellipsis of each factor stands: all axes minus the letters
+    # number of axes that the ellipsis of each factor represents: all axes minus the letters
     counts = {factor.dim() - len(axes) + 3 for axes, factor in zip(inputs, factors, strict=True) if "..." in axes}
     if len(counts) > 1:
         return None
@@ -140,7 +140,7 @@ class TracedScores:
     content: bool  # True if both sides depend on the model's inputs
     modules: tuple[nn.Module, ...]  # the modules that are running when the product is computed, outermost first
     signs: Tensor  # (queries, keys): −1 and 1, the values of the product in the second stand-in, equal in all heads
-    moved: tuple[Tensor, ...]  # the queries and keys of the third stand-in; empty without a third one
+    moved: tuple[Tensor, ...]  # the random queries and keys of the third stand-in; empty if there are two stand-ins
     scaled_by_inputs: bool = False  # True if a step multiplied the product by a tensor that depends on the inputs
 
 
@@ -152,7 +152,7 @@ def start_scores(
     product: Product, result: Tensor, running: tuple[nn.Module, ...], *, content: bool, prove: bool
 ) -> tuple[TracedScores, Standins]:
     """Start to trace a product; return its TracedScores and two stand-ins (other values), or three with `prove`."""
-    wide = torch.promote_types(result.dtype, torch.float32)  # in half precision masks would absorb small scores
+    wide = torch.promote_types(result.dtype, torch.float32)  # in half precision, adding a mask would round scores away
     operands, generator = (product.left, product.right), torch.Generator().manual_seed(0)
     moved = tuple(
         (torch.randn(part.shape, generator=generator).to(part) * _finite_deviation(part)).to(part.dtype)
@@ -170,13 +170,13 @@ def start_scores(
 
 
 def _finite_deviation(part: Tensor) -> Tensor:
-    """Return the standard deviation of the finite values, the scale of random stand-ins; 1 if there is at most one."""
+    """Return the standard deviation of the finite values; 1 if there are fewer than two finite values."""
     finite = part.detach()[part.isfinite()]
     return finite.std() if finite.numel() > 1 else part.new_ones(())
 
 
 NOT_FINITE = "not finite, so that they can't be checked"
-"""End of the reason why attention that computes NaN or infinity is not read."""
+"""End of the reason reported for attention that computes NaN or infinity."""
 
 
 def unreadable(reason: str) -> UnreadableError:
@@ -195,9 +195,9 @@ class TracedSoftmax:
     def scores(self) -> TracedScores:
         """Return the traced product of queries and keys in the softmax's argument.
 
-        A product with a side that does not depend on the inputs, such as positions, is ignored unless all products have
-        such a side. Raises UnreadableError if several products remain, or if the factor that multiplies the product
-        depends on the inputs.
+        Products with a factor that does not depend on the inputs, such as a position table, are ignored unless all
+        products have such a factor. Raises UnreadableError if several products remain, or if the product is scaled by
+        a number that depends on the inputs.
         """
         content = [scores for scores in self.carried if scores.content]
         products = content or list(self.carried)
@@ -221,17 +221,17 @@ MULTIPLYING = frozenset(  # Functions that multiply a tensor by another one; tor
 
 @dataclass
 class Provenance:
-    """Facts about the tensors of one forward pass, keyed by tensor through weak references."""
+    """Origins of the tensors in one forward pass; the tensors are weakly referenced."""
 
     scores: MutableMapping[Tensor, dict[TracedScores, Standins]] = field(default_factory=WeakIdKeyDictionary)
-    """Tensor → stand-ins of the tensor for each traced product on which it depends."""
+    """Stand-ins of each tensor, keyed by the traced products on which the tensor depends."""
     inputs: MutableMapping[Tensor, bool] = field(default_factory=WeakIdKeyDictionary)
     """Tensors that depend on the model's inputs other than masks and positions."""
     weights: MutableMapping[Tensor, TracedSoftmax] = field(default_factory=WeakIdKeyDictionary)
-    """Tensor → the softmax whose weights it contains."""
+    """The softmax whose weights a tensor contains, keyed by tensor."""
 
     def run(self, call: FunctionCall) -> Any:
-        """Run the call, record the facts about its result, and return the result."""
+        """Run the call, record the origins of its result, and return the result."""
         arguments, name = tensors((call.args, call.kwargs)), getattr(call.function, "__name__", "")
         # `max` of two tensors is elementwise, so that its result still contains scores
         ends = name in STEPS_END and not (name == "max" and len(arguments) == 2)
@@ -283,7 +283,7 @@ SCALARS = frozenset({bool, int, float, str, type(None), torch.dtype, slice})
 
 
 def tensors(value: object) -> list[Tensor]:
-    """Return the tensors in arguments or results, including nested ones, in the order in which they occur."""
+    """Return all tensors in a possibly nested value, in order."""
     if isinstance(value, Tensor):
         return [value]
     # torch's `tree_leaves` is slow for the usual arguments

@@ -2,7 +2,7 @@
 
 query_key_maps.py computes each site's maps from inputs x and y to queries (x W_Q + b_Q) R(i) and keys (y W_K + b_K)
 R(i), with the rotation R(i) of position i. roles.py finds the rows of each role (query, key, value, output), and reads
-a layer's tensors by role. probe.py calls a module outside of its model, and finds its heads' maps among its weights.
+a layer's tensors by role. probe.py calls a module outside of the model, and finds W_Q and W_K among the weights.
 """
 
 from attnlens.models.weights.query_key_maps import Factors, Traits, Turns, factors, frequencies, rebuild, rotations

@@ -35,7 +35,7 @@ class FewTokens(TorchFunctionMode):
     def __torch_function__(
         self, function: Function, _types: object, args: tuple[Tensor, ...] = (), kwargs: Keywords = None
     ) -> object:
-        """Call a torch function, with the shortcut for F.linear."""
+        """Call a torch function; in F.linear, compute repeated tokens only once."""
         if function is not F.linear or kwargs or type(args[0]) is not Tensor:
             return function(*args, **kwargs or {})
         x, steps = args[0], args[0].stride()
@@ -138,7 +138,7 @@ class Probe:
 
     @cached_property
     def alike(self) -> Call:
-        """The call for one sequence of a repeated token or, if that fails, for as many sequences as were captured."""
+        """The call for one sequence of a repeated token or, if that fails, for the captured number of sequences."""
         try:
             return self(*self.random(1, seed=ALIKE))
         except UnreadableError:  # the module's masks may be made for the captured number of sequences
@@ -150,7 +150,7 @@ class Probe:
         return len(self.alike.query)
 
     def random(self, batch: int, seed: int, *, alike: bool = True) -> tuple[Tensor, Tensor]:
-        """Return random normal inputs for queries and for keys; with `alike`, a sequence repeats a single token."""
+        """Return random normal inputs for queries and for keys; with `alike`, each sequence repeats a single token."""
         generator = torch.Generator().manual_seed(seed)
         draws = []
         for _, *tokens, size in self.shapes:
@@ -177,14 +177,11 @@ def smallest(probe: Probe) -> Probe:
 
 
 Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextManager[None]]
-"""(module, names) → context in which the module's parameters and buffers of these names have values."""
+"""Function of (module, names); returns a context in which these parameters and buffers of the module have values."""
 
 
 def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ...]) -> list[str]:
-    """Return the names of all buffers, and of the parameters on which the module's queries and keys depend.
-
-    Gradients show these parameters even if no values are loaded yet, so that other projections are never loaded.
-    """
+    """Return the names of all buffers, and of the parameters on which the module's queries and keys depend."""
     parameters, buffers = dict(target.module.named_parameters()), dict(target.module.named_buffers())
     leaves = {name: part.detach().requires_grad_() for name, part in parameters.items() if part.is_floating_point()}
     probe = smallest(Probe(model, target, parameters | leaves | buffers, layout))
@@ -242,7 +239,7 @@ def norms_inside(module: nn.Module) -> Norms:
 
 
 def fit_norm(module: nn.Module) -> Norm | None:
-    """Return the norm that a module computes: an RMSNorm, or a LayerNorm without bias; None if neither."""
+    """Return the norm that a module computes (an RMSNorm, or a LayerNorm without bias); None for other modules."""
     weights, weight = float64_weights(module), next(module.parameters(), None)
     shape = getattr(module, "normalized_shape", ANY_WIDTH) if weight is None else weight.shape
     ones = torch.ones(shape, dtype=torch.float64, device=None if weight is None else weight.device)
@@ -327,7 +324,7 @@ def match_columns(
 ) -> list[Match] | None:
     """Express each column of `vectors`, (draws, columns), as a multiple of a weight row's product with a multiplicand.
 
-    Return None if this fails for any column.
+    Return matches that together contain all columns, or None if any column has no match.
     """
     if not bool(vectors.isfinite().all()):
         return None
@@ -352,8 +349,8 @@ def match_weights(probe: Probe) -> Maps | None:
     """Find W_Q and W_K if each of their columns is a multiple of a row in a weight matrix or in a product of two.
 
     The first case is a linear layer with rows θ_r, where coordinate k of head h is q_hk(x) = c θ_r · x + b with
-    constants b and c. The second case is two linear layers with a normalisation between them, without its division by
-    the length: q_hk(x) = c υ · z + b, where υ is a row of the second layer and z_r = c_r θ_r · x + a_r. Both cases are
+    constants b and c. The second case is two linear layers with a normalisation between them whose scaling per token is
+    disabled: q_hk(x) = c υ · z + b, where υ is a row of the second layer and z_r = c_r θ_r · x + a_r. Both cases are
     tested on DRAWS random inputs, because the Jacobian would take d_model times as long. Return None in other cases, if
     any value is NaN or infinite, or if the module does not accept a single token.
     """
@@ -416,9 +413,9 @@ def compose_map(pieces: Sequence[Match], shape: torch.Size) -> Float[Tensor, "he
 
 
 def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, rows: Tensor) -> Match | None:
-    """Match each column to the row with the most similar direction; keep the columns that equal it up to a factor.
+    """Match each column to the row with the most similar products; return the columns proportional to these products.
 
-    Return None if the first column is not a multiple of its row's products.
+    Return None if the first column is not proportional to the products of its row.
     """
     values, down = multiplicand
     products = values @ rows.mT
@@ -431,7 +428,7 @@ def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, ro
 
 
 def most_similar_rows(vectors: Tensor, products: Tensor) -> Int[Tensor, " columns"]:
-    """Return, for each column, the index of the row whose products are most similar in direction, up to sign."""
+    """Return, for each column, the index of the row whose products have the most similar direction, up to sign."""
     directions = nn.functional.normalize(products, dim=0)
     return torch.cat([(part.mT @ directions).abs_().argmax(1) for part in torch.split(vectors, AT_ONCE, dim=1)])
 

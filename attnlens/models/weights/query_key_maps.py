@@ -1,4 +1,4 @@
-"""Compute the factors of each head's matrix M from its module's weights, and the rotation of its queries and keys."""
+"""Compute W_Q and W_K of each head from the weights of attention modules, and the rotation of queries and keys."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a site's weights that reports need, without the weights themselves."""
+    """Properties of a site's queries and keys, for reports."""
 
     rotary: bool  # True if queries and keys are rotated by their position
     qk_norm: bool  # True if queries and keys are normalised per token
@@ -63,7 +63,7 @@ class Factors:
     root mean square rms(c), and a(x) > 0, a head's score is a(x) · [x M_n yᵀ / rms(c) + x M_r(j − i) yᵀ]. The part
     without positions (nope) has M_n = s W_DQ g_Q W_UQ W_UKᵀ g_K W_DKVᵀ, and the rotated part (rope) has M_r(Δ) = s W_DQ
     g_Q W_QR R(−Δ) W_KRᵀ. Their sum is not a bilinear form, since rms(c) depends on the key, but each part is bilinear
-    up to positive factors. Measures weights.* use M_n.
+    up to positive factors. The measures weights.* use M_n.
     """
 
     site: Site
@@ -84,7 +84,7 @@ class Factors:
 
     @property
     def traits(self) -> Traits:
-        """The properties of these factors that reports need."""
+        """Properties of these factors, for reports."""
         biased = bool(self.maps.query_bias.any() or self.maps.key_bias.any())
         return Traits(self.rotation is not None, self.qk_norm, self.latent, biased)
 
@@ -150,8 +150,7 @@ DIRECTION = "positions do more than rotate queries and keys"
 class Turns:
     """Rotations of a model's sites, fitted at the first site of each kind (the leader).
 
-    Each later site of the same kind reuses the leader's rotation if that rotation fits the site; else the site gets its
-    own.
+    Later sites of the same kind use the leader's rotation if it fits; otherwise a rotation is fitted to the site.
     """
 
     fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
@@ -176,10 +175,7 @@ class Turns:
 
 
 def _kind(target: SiteCall) -> tuple[object, ...]:
-    """Return the kind of a site: its module's class, its part, and the ids of its position tensors.
-
-    Sites of equal kind usually have equal rotations.
-    """
+    """Return the kind of a site: its module's class, its part, and the ids of its position tensors."""
     return type(target.module), target.site.part, *map(id, _positions(target))
 
 
@@ -189,8 +185,8 @@ def _positions(target: SiteCall) -> list[Tensor]:
 
 
 def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
-    """Return True if `rotation`, or None, describes how position changes the queries and keys of a repeated token."""
-    parts = [unit(part) if norms else part for part in _sides(probe.alike)]
+    """Return True if `rotation` (None: no change) is the effect of positions on the queries and keys of one token."""
+    parts = [unit(part) if norms else part for part in _read_sides(probe.alike)]
     if rotation is None:
         return not any(map(_changes_with_position, parts))
     return not any(_differs_from(part, rotation, query_rounding(probe)) for part in parts)
@@ -201,14 +197,13 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 
     Return None if positions have no effect or only add a vector, or if there is a single position. Under QK-norm, R is
     fitted without the gains, because a gain of 0 hides the rotation of its coordinate, and then checked with the gains.
-    Raises UnreadableError if positions do more than rotate queries and keys, or more than add a vector in
-    cross-attention.
+    Raises UnreadableError if positions have any other effect or, in cross-attention, rotate queries or keys.
     """
     if math.prod(probe.shapes[0][1:-1]) < 2:
         return None
     heads = probe.target.call.query.shape[1] + probe.target.call.key.shape[1]
     rows = probe.least if probe.least > 1 else -(-ROWS // heads)
-    parts, others = _sides(probe.alike), _sides(probe(*probe.random(probe.least, seed=6)))
+    parts, others = _read_sides(probe.alike), _read_sides(probe(*probe.random(probe.least, seed=6)))
     if norms:  # lengths may depend on the position, e.g. with a temperature for long contexts (Beam)
         parts, others = ([unit(part) for part in side] for side in (parts, others))
     changes = [part - other for part, other in zip(parts, others, strict=True)]
@@ -217,7 +212,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
     if probe.target.site.part == "cross":
         raise unreadable("in cross-attention, queries and keys depend on their positions")
     with linear({module: replace(norm, gain=torch.ones_like(norm.gain)) for module, norm in norms.items()}):
-        query, key = _sides(probe(*probe.random(rows, seed=5)))
+        query, key = _read_sides(probe(*probe.random(rows, seed=5)))
     rounding = query_rounding(probe)
     rotation = fit_rotation(query, key, rounding)
     if any(_differs_from(part, rotation, rounding) for part in parts):
@@ -249,7 +244,7 @@ def query_rounding(probe: Probe) -> float:
     return float(torch.finfo(probe.target.call.query.dtype).eps)
 
 
-def _sides(call: Call) -> list[Rows]:
+def _read_sides(call: Call) -> list[Rows]:
     """Return the queries and the keys of all inputs and heads; leave out heads with values that are not finite."""
     parts = (part.double().transpose(0, 1) for part in (call.query, call.key))
     return [part[part.isfinite().flatten(1).all(-1)].flatten(0, 1) for part in parts]
@@ -281,8 +276,8 @@ def fit_rotation(query: Rows, key: Rows, rounding: float) -> Rotation:
 def _find_pairs(rows: Rows) -> Int[Tensor, "pairs 2"]:
     """Find the pairs (a, b) of coordinates that rotate together: x_i[a] is a linear combination of x_0[a] and x_0[b].
 
-    By least squares, the right partner b explains all of x_i[a] that x_0[a] does not; a wrong partner explains little.
-    Raises UnreadableError if the pairs overlap.
+    In a least-squares fit, the right partner b explains the whole residual of x_i[a] given x_0[a]; other coordinates
+    explain little of it. Raises UnreadableError if the pairs overlap.
     """
     start = rows[:, 0]
     later = rows[:, torch.linspace(1, rows.shape[1] - 1, min(rows.shape[1] - 1, POSITIONS)).long()]
@@ -306,7 +301,7 @@ def _find_pairs(rows: Rows) -> Int[Tensor, "pairs 2"]:
 
 
 def _overlaps(part: Rows, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ conj(w_0) w_i (see `fit_rotation`), (positions, pairs); and True for each pair longer than rounding."""
+    """Return Σ conj(w_0) w_i (see `fit_rotation`), (positions, pairs), and a mask of pairs that exceed rounding."""
     turning = torch.complex(part[..., pairs[:, 0]], part[..., pairs[:, 1]])
     overlaps = (turning[:, :1].conj() * turning).sum(0)
     lengths = overlaps[0].abs()
@@ -359,8 +354,8 @@ def factors(
     as the rotations must cover. Random inputs test whether the maps are affine. Norms inside the module are applied
     with their gains, but without the positive scalar per token; under QK-norm, only directions are checked. All
     computations are in float64, on the weights of one module at a time. `chosen` contains the indices of the sites to
-    read (None: all). A rotation is fitted at the first site of its kind, even if this site is not chosen, and stored in
-    `turns`. `present` loads the weights of a model that is not in memory.
+    read (None: all). Rotations are fitted at the first site of each kind, even if that site is not chosen, and stored
+    in `turns`. `present` loads the weights of a model that is not in memory.
     """
     turns = Turns() if turns is None else turns
     kinds = [_kind(target) for target in window]
@@ -474,7 +469,7 @@ def _with_positions(maps: Maps, window: Probe) -> Maps:
 
 
 def _first_tokens(probe: Probe, maps: Maps) -> Sides:
-    """Return actual and expected queries and keys of 8 sequences' first tokens; omit heads with NaN or infinity."""
+    """Return actual and expected queries and keys of the first tokens of 8 sequences; omit heads with NaN or Inf."""
     inputs = probe.random(8, seed=2, alike=False)
     call, sides = probe(*inputs), []
     for part, expected in zip((call.query, call.key), maps(*inputs), strict=True):
@@ -484,9 +479,9 @@ def _first_tokens(probe: Probe, maps: Maps) -> Sides:
 
 
 def _find_groups(sides: Sides) -> Groups | None:
-    """Find one or two groups of coordinates in which the actual vectors are positive multiples of the expected ones.
+    """Find one or two groups of coordinates in which actual vectors are positive multiples of expected vectors.
 
-    Return None if neither one group nor two fit.
+    Return None if there are no such groups.
     """
     actual, expected = (part.flatten(0, 1) for part in sides[1])
     all_coordinates = (torch.arange(actual.shape[-1]),)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a parameter that form the matrix of a role."""
+    """The rows of a parameter that form the matrix of queries, keys or values."""
 
     name: str  # name of the parameter within the module
     index: Int[Tensor, "heads size"]  # indices of the rows, by head
@@ -111,7 +111,7 @@ def _find_rows(vectors: Tensor, x: Tensor, candidates: Mapping[str, Tensor]) -> 
 
 
 def _find_gains(probe: Probe, inputs: tuple[Tensor, Tensor], units: Norms, before: Call) -> Iterator[tuple[str, str]]:
-    """Yield (role, name of the norm) for each norm that multiplies queries or keys."""
+    """Yield (role, name of the norm) for each norm that scales the module's queries or keys."""
     names = {module: name for name, module in probe.target.module.named_modules()}
     for module in units:
         doubled = {other: replace(norm, gain=norm.gain * (1 + (other is module))) for other, norm in units.items()}
@@ -142,7 +142,7 @@ def read_layer(
     rest: bool = True,
     norm: str | None = None,
 ) -> Layer:
-    """Return the tensors of the layer that contains a site: those of attention by role, others by their names.
+    """Return the tensors of the layer that contains a site, keyed by role in attention and by name elsewhere.
 
     `factors` is the site's Factors, which contain its rotation, or any other object if the factors could not be read.
     `others` contains the module paths of the block's other attention sites and of their norms, whose tensors are left
@@ -161,7 +161,7 @@ def read_layer(
     used: dict[str, set[int]] = {}  # rows with a role, by tensor name; empty if all rows have the role
     for role, rows in rows_by_role.items():
         for kind in ("weight", "bias"):
-            name = inside + (rows.name if kind == "weight" else _bias_of(rows.name))
+            name = inside + (rows.name if kind == "weight" else _name_bias(rows.name))
             if name in parameters and (kind == "weight" or name != inside + rows.name):
                 parts[f"{role}.{kind}"] = rows.read(parameters[name])
                 used.setdefault(name, set()).update(rows.index.flatten().tolist())
@@ -186,7 +186,7 @@ def read_layer(
     if isinstance(factors, Factors):
         pairs = [] if factors.rotation is None else [(a, b) for a, b in factors.rotation.pairs.tolist()]
     headless = {name for name in parts if name in parameters and not name.startswith(inside)}
-    headless |= {_bias_of(output[0])} if output is not None else set()
+    headless |= {_name_bias(output[0])} if output is not None else set()
     maps = [path for path, module in block.named_modules() if type(module).__name__ == "Conv1D"]
     return Layer(
         parts,
@@ -225,7 +225,7 @@ def _prefix_in_block(path: str) -> str:
     return f"{prefix}." if prefix else ""
 
 
-def _bias_of(name: str) -> str:
+def _name_bias(name: str) -> str:
     return re.sub(r"weight$", "bias", name)
 
 
@@ -246,8 +246,8 @@ def norm_offsets(block: nn.Module) -> Iterator[tuple[str, float]]:
 def _find_output(block: nn.Module, module: nn.Module, roles: Roles, names: Collection[str]) -> tuple[str, bool] | None:
     """Return the name of W_O in the block, and True if its rows are inputs; None if no tensor of `names` can be W_O.
 
-    W_O is the matrix of the right shape, without another role, inside the module; if there is none, the matrix in the
-    block whose path has most in common with the module's path.
+    W_O is the first matrix of the right shape without another role. The module's own matrices are searched first, then
+    the block's other matrices, starting with the longest path in common with the module.
     """
     taken = {module.get_parameter(rows.name) for rows in roles.rows.values()}
     width = roles.rows["query"].index.shape[0] * roles.rows["value"].index.shape[1]
