@@ -26,7 +26,7 @@ Place = tuple[str, str]  # name of a site, and name of a measure
 
 
 def split_batch(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
-    """Yield pieces (row indices, these rows' queries and keys without padding) with scores of at most PIECE_BYTES.
+    """Split a batch into pieces with at most PIECE_BYTES of scores; yield (row indices, piece without padding).
 
     A piece of one row and one head can exceed PIECE_BYTES.
     """
@@ -156,7 +156,7 @@ def decode_sentence(part: Part, loaded: loading.Loaded, batches: Sequence[texts.
 
 
 def refuse_many_rows(site_calls: Sequence[SiteCall], heads: Sequence[int] | None) -> None:
-    """Raise UsageError if the requested heads have more rows, or more tokens, than a report keeps."""
+    """Raise UsageError if the requested heads have too many attention rows or tokens for a report."""
     shapes = [(*each.call.query.shape[1:3], each.call.key.shape[2]) for each in site_calls]
     longest = max((max(queries, keys) for _, queries, keys in shapes), default=0)
     rows = sum((count if heads is None else len(heads)) * queries for count, queries, _ in shapes)
@@ -169,7 +169,7 @@ def refuse_many_rows(site_calls: Sequence[SiteCall], heads: Sequence[int] | None
 
 
 def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[AttentionRows]:
-    """Return each head's attention rows in the batch's first sequence, padding removed; [] if it is only padding."""
+    """Return each head's attention rows for a batch's first sequence, without padding; [] if all is padding."""
     first = next((sequence for row, sequence in split_sequences(query_key) if row == 0), None)
     if first is None:
         return []
