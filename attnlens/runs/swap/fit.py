@@ -68,21 +68,21 @@ class NearShares:
 
 
 MOST_FITTED = 128  # maximum number of calibration sequences that a fit reads
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # weights tried between the typed parameters (0) and the fitted ones (1)
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # tried weights between the user's parameters (0) and fitted parameters (1)
 TINIEST = 1e-30  # lower bound on attention weights in logarithms
 
 
 @dataclass
 class Search:
-    """Search, per head, between the typed and the fitted parameters for the least KL(original ‖ new) of attention rows.
+    """Search, for each head, between the user's and the fitted parameters for the smallest KL(original ‖ new).
 
-    Least squares gives all scores equal weight, but softmax depends mainly on the large ones, so the fitted parameters
-    can have a larger KL than the typed ones.
+    Least squares gives all scores equal weight, but softmax depends mainly on the large scores. The fitted parameters
+    can therefore have a larger KL than the user's parameters.
     """
 
-    kernel: Kernel  # the kernel as typed
-    typed: dict[str, float]  # parameters before the fit
-    fitted: dict[str, Tensor]  # parameters after the fit
+    kernel: Kernel  # kernel with the user's parameters
+    typed: dict[str, float]  # the user's parameters
+    fitted: dict[str, Tensor]  # the parameters after the fit
     divergence: Tensor = field(default_factory=lambda: torch.zeros(()))  # Σ KL, (shares, heads)
 
     def update(self, call: Call) -> None:
@@ -96,7 +96,7 @@ class Search:
         self.divergence = self.divergence + torch.stack(divergences)
 
     def at(self, share: Tensor) -> dict[str, Tensor]:
-        """Interpolate between the user's parameters (`share` 0) and the fitted ones (1); `share` can differ by head."""
+        """Interpolate between the user's (`share` 0) and the fitted parameters (1); `share` can differ by head."""
         return {
             name: self.typed[name] + share.reshape(-1, *[1] * (part.dim() - 1)).to(part) * (part - self.typed[name])
             for name, part in self.fitted.items()
@@ -114,7 +114,7 @@ def _append_sink(call: Call, rows: Tensor) -> Tensor:
 
 
 def fit(setup: SwapSetup, batches: texts.Batches, progress: AddSteps) -> hooks.Swaps:
-    """Fit the swaps' parameters per head: in closed form, then by `NearShares` (hybrids) or `Search` (typed values)."""
+    """Fit the kernels' parameters per head in closed form; refine γ of hybrids, and parameters that the user set."""
     swaps = setup.swaps
     fits = _create_fits(swaps)
     map_fits = [(site, each) for site, each in fits.items() if isinstance(each, MapsFit)]
@@ -139,7 +139,7 @@ def fit(setup: SwapSetup, batches: texts.Batches, progress: AddSteps) -> hooks.S
 
 
 def expand_parameters(setup: SwapSetup, batches: Iterable[texts.Batch]) -> hooks.Swaps:
-    """Expand each unfitted trainable parameter from one typed value to one row per head, as after a fit."""
+    """Return the swaps with the value of each unfitted trainable parameter copied to every head."""
     unfitted = {site: swap for site, swap in setup.swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
     expanded = dict(setup.swaps)
     fits = _create_fits(unfitted)
@@ -167,7 +167,7 @@ def _update_fits(
     batches: Iterable[texts.Batch],
     progress: AddSteps = lambda _: None,
 ) -> None:
-    """Run the original model on each batch; pass the calls at each fit's site (swapped heads, unpadded) to the fit."""
+    """Run the original model on each batch; pass the swapped heads' calls, without padding, to the site's fit."""
 
     def answer(site: Site, call: Call) -> None:
         if site in fits:
@@ -219,7 +219,7 @@ def set_rotations(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]]) -> Non
     for site, fit in before:
         turn = by_site[site]
         if isinstance(turn, str):
-            problem = f"{site.name}: the keys before rotation are unknown: {turn}."
+            problem = f"At {site.name}, the keys before rotation are unknown: {turn}."
             raise UsageError(problem, "Omit rotation=before, or exclude this layer with --layers.")
         fit.turn = turn
 
@@ -240,7 +240,7 @@ def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Seq
 
 
 def find_turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
-    """Return the rotation of each site's keys as frequencies, or the reason why it is unknown."""
+    """Return the rotation of each site's keys as frequencies, or the reason if it is unknown."""
     inputs = texts.placeholder(loaded, 64, 0).batches[0].inputs
     site_calls = [each for each in hooks.survey(loaded.model, inputs) if each.site in sites]
     rotations = zip(site_calls, model_weights.rotations(loaded.model, site_calls), strict=True)

@@ -43,7 +43,7 @@ class UnsavedError(OutputError):
 
 
 class SavedSite(Record):
-    """One site of the model: fields of `records.Site`, and the swapped heads."""
+    """Record of one site: the fields of `records.Site`, and the swapped heads."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -56,7 +56,7 @@ class SavedSite(Record):
 
 
 class SavedSwap(Record):
-    """The content of attnlens.json."""
+    """Content of attnlens.json, which describes a saved swap."""
 
     kernel: str  # spelled as on the command line
     sites: list[SavedSite]  # all sites of the model, in execution order
@@ -127,7 +127,7 @@ class Swapped:
 
     model: PreTrainedModel  # ready for any tool that runs a transformers model
     tokenizer: PreTrainedTokenizerBase | None  # the model's tokenizer, if it has one
-    kernel: str  # the kernel's spelling
+    kernel: str  # kernel as spelled on the command line
     replacing: ExitStack  # context of the replacement
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ def _convert_errors(place: Path) -> Iterator[None]:
         yield
     except ValidationError as error:
         first = error.errors()[0]
-        problem = f"{FACTS} is not what --save writes ({'.'.join(map(str, first['loc']))}: {first['msg']})"
+        problem = f"{FACTS} was not written by --save ({'.'.join(map(str, first['loc']))}: {first['msg']})"
     except (*FAILURES, OSError, SafetensorError, AttnlensError) as error:
         problem = first_line(error).rstrip(".")
     else:
