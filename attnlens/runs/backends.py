@@ -411,7 +411,7 @@ class Comparison:
         outputs: Mapping[Site, Tensor],
         least: float,
     ) -> list[Sight]:
-        """Find outputs of a site that depend on a hidden token or ignore an attended one, largest change first.
+        """Find outputs of a site that depend on a hidden token or ignore an attended token, largest change first.
 
         A perturbed token must change each output that gives the token an attention weight of at least `least`.
         """

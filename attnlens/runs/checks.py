@@ -52,7 +52,7 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
     """Raise ModelError if measured values can depend on a weight that is random because the checkpoint lacks it."""
     if random := find_random_weights(loaded, inputs, measure):
         problem = f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random."
-        raise ModelError(problem, "Use a complete checkpoint, or load it with the architecture it was saved with.")
+        raise ModelError(problem, "Use a complete checkpoint, or load the checkpoint with its original architecture.")
 
 
 def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
@@ -134,7 +134,7 @@ def _convert_errors(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Ite
 def survey_without_media(
     loaded: loading.Loaded, site_calls: Sequence[SiteCall], tokens: int, seed: int
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
-    """Return the sites' calls on one token and on a window, both without media, which have special positions.
+    """Return the sites' calls on one token and on a window, both without media (images and sounds).
 
     If the model reads media, the window consists of `tokens` random ids; if not, the window's calls are `site_calls`.
     """

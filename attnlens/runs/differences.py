@@ -65,7 +65,7 @@ def choose_prompts(model: PreTrainedModel, fed: Sequence[Fed], task: Task, promp
     """
     reason = ""
     if task != "causal":
-        reason = NOT_CAUSAL if prompts is None else "its task is not to predict the next token"
+        reason = NOT_CAUSAL if prompts is None else "it does not predict the next token"
     elif set(fed[0].inputs) - TEXT:
         reason = "the model has inputs other than text"
     elif "past_key_values" not in inspect.signature(model.forward).parameters:
@@ -88,7 +88,7 @@ def choose_prompts(model: PreTrainedModel, fed: Sequence[Fed], task: Task, promp
 def tokenize_prompts(loaded: Loaded, content: texts.Content) -> Prompts:
     """Tokenize a file's prompts, one per nonblank line.
 
-    Raise TextError if there are none or if one is too long, and UsageError if the model has no tokenizer.
+    Raise TextError if there are no prompts or a prompt is too long, and UsageError if the model has no tokenizer.
     """
     lines = [line for line in content.text.splitlines() if line.strip()]
     if not lines:
@@ -370,7 +370,7 @@ class Differences:
         return fields | {"hidden_cosine_by_text": by_text}, reasons
 
     def compare_loss(self, other: Differences, seed: int) -> Change | None:
-        """Return the change in loss from another variant to this one.
+        """Return the change in loss from `other` to this variant.
 
         Return None for noise, without predictions, or if a loss is not finite.
         """

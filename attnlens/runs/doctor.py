@@ -46,9 +46,8 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     heads or was computed on another text.
     """
     if report.command != "inspect" or not report.heads:
-        raise UsageError(
-            f"The report (of `{report.command}`) has no heads to recompute.", "Give a report of `inspect`."
-        )
+        problem = f"The report of `{report.command}` has no heads that can be recomputed."
+        raise UsageError(problem, "Give a report of `inspect`.")
     load_options = {name: more.pop(name) for name in list(more) if name in feeding.LOADED}
     loaded = loading.load(model, **{"dtype": report.settings.dtype, **load_options})
     hashes = [sorted(file.sha256 for file in info.files) for info in (report.model, loaded.info)]
@@ -257,8 +256,8 @@ def collect_probabilities(
 ) -> dict[Site, Tensor | str]:
     """Return each site's attention probabilities under the model's own eager attention, or the reason if unknown.
 
-    They are also unknown if the model's default attention differs from eager attention (PaliGemma's SDPA is not
-    causal).
+    Probabilities are also unknown if the model's default attention differs from eager attention (PaliGemma's SDPA is
+    not causal).
     """
     captured: dict[Site, Tensor] = {}
     why = "the module applies no softmax to its scores and returns no attention probabilities"

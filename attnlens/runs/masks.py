@@ -182,7 +182,7 @@ class Cases:
         return ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
 
     def cache_inputs(self) -> dict[str, Tensor]:
-        """Return one sequence for the cache test, longer than the shortest window up to LONGEST_WINDOW if possible."""
+        """Return one sequence for the cache test, if possible longer than the shortest window up to LONGEST_WINDOW."""
         short = [width for width in self.windows if width <= LONGEST_WINDOW]
         tokens = max(PROBED, short[0] + STEPS + 1) if short else PROBED
         limit = position_limit(self.model) or tokens

@@ -90,7 +90,7 @@ def sequence_losses(logits: Tensor, targets: Tensor) -> tuple[Float[Tensor, " so
 def sequence_means(
     values: Float[Tensor, " predicted"], predicted: Bool[Tensor, "batch positions"]
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """Return the mean and number of the predictions' values, by sequence; omit sequences without predictions."""
+    """Return the mean and number of the predicted tokens' values, for each sequence with predicted tokens."""
     return average_by_sequence(values, predicted.nonzero()[:, 0], len(predicted))
 
 
@@ -142,7 +142,7 @@ def sequence_index(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | Non
 
 
 def tokens_in(fed: Fed) -> int:
-    """Count the tokens of a pass without padding (with a decoder, only its tokens); without a mask, count sequences."""
+    """Count a pass's tokens without padding (encoder–decoders: of the decoder); without a mask, count sequences."""
     masks = [fed.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in fed.inputs]
     return int(masks[0].sum()) if masks else texts.sequences_in(fed.inputs)
 

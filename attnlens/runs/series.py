@@ -192,7 +192,7 @@ def refuse_different_heads(names: Sequence[str], reports: Sequence[records.Repor
 def find_checkpoints(
     names: Sequence[str] | None, revisions: Sequence[str], offline: bool, allow_pickle: bool
 ) -> list[Checkpoint]:
-    """Find the checkpoints (`names` None: the demo model's); sort by step unless steps are missing or repeated.
+    """Find the checkpoints (None: of the demo model), and sort them by step unless steps are missing or repeated.
 
     Raise UsageError if there are fewer than two checkpoints, if a checkpoint is repeated, or if `revisions` are given
     without a single model.

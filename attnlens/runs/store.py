@@ -206,7 +206,7 @@ def convert_output_errors(path: Path, action: str) -> Iterator[None]:
 
 
 def file_stem(name: str) -> str:
-    """Return a readable file name without suffix that is unique to the unit."""
+    """Return a readable and unique file name for a unit, without suffix."""
     readable = re.sub(r"[^A-Za-z0-9.=]+", "-", name)[:80].strip("-.")
     return f"{readable}-{sha256(name.encode()).hexdigest()[:8]}"
 

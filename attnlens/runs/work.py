@@ -118,7 +118,7 @@ class WorkPlan(SharedRequest):
             problem = f"Other processes cannot access {self.work}, which is in this process's memory."
             raise errors.UsageError(problem, OTHER_WORK)
         if (self.work is not None or self.shard is not None or self.uses_workers) and (problem := self._unwritable()):
-            raise errors.OutputError(f"Finished units cannot be kept in {self.root}: {problem}.", OTHER_WORK)
+            raise errors.OutputError(f"Finished units cannot be stored in {self.root}: {problem}.", OTHER_WORK)
 
     def _unwritable(self) -> str:
         root = self.root
@@ -179,7 +179,7 @@ def run_units(
         raise errors.ShardFinished(len(names) - len(remaining), len(names), remaining, missing)
     if failures and not values and not stopped:
         name, reason = next(iter(missing.items()))
-        problem = f"No unit of work could be computed. First failure, {name}: {reason}."
+        problem = f"No unit could be computed; the first failure is {name}: {reason}."
         remedy = "Remove the cause of this failure; if memory ran out, use fewer --jobs."
         raise failures[name].error or errors.ModelError(problem, remedy)
     return Outcome({name: values[name] for name in names if name in values}, missing, stopped)

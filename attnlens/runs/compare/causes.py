@@ -130,10 +130,10 @@ def add_spacing(layer: Layer) -> Layer:
 
 
 def add_call_properties(layers: tuple[Layer, Layer], site_calls: tuple[SiteCall, SiteCall]) -> tuple[Layer, Layer]:
-    """Add properties that only calls show to both layers: shift invariance, post-norms, cross-attention and biases.
+    """Add to both layers the properties that only calls show: shift invariance, post-norms, cross-attention and biases.
 
-    Position biases that differ between heads, but not between models except for the order of heads, are added as one
-    number per head: reordering heads without their biases changes attention.
+    Position biases are added as one number per head if heads differ, and if both models have the same biases in any
+    order: reordering heads without their biases changes attention.
     """
     biases = [each.call.bias for each in site_calls]
     by_head: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}

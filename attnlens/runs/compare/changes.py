@@ -109,7 +109,7 @@ def _relation(
 
 
 def _have_equal_weights(pairing: Pairing, site: records.Site) -> bool:
-    """Return True if the site's modules have the same parameters in both models; False if they have none."""
+    """Return True if the site's modules have the same parameters in both models; False without parameters."""
     tensors, others = (
         dict(side.loaded.model.get_submodule(site.path).named_parameters()) for side in (pairing.first, pairing.second)
     )

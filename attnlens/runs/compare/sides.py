@@ -262,7 +262,7 @@ class Blocks:
 
     @classmethod
     def of(cls, side: ComparedModel) -> Blocks:
-        """Find the blocks of one side; there are none if no text is read."""
+        """Find the blocks of one model; return no blocks if no text is read."""
         blocks = hooks.blocks(side.loaded.model, texts.first(side.batches[0].inputs, 1)) if side.batches else []
         places = [hooks.place_of(site, blocks) for site in side.key_heads]
         # a site outside all blocks can run after the last block

@@ -69,7 +69,7 @@ class ChangeTest:
 
     @property
     def beyond_rounding(self) -> list[bool | None]:
-        """True for heads in which rounding alone causes such a change with p < CHANGED_P; None if unknown."""
+        """True for heads whose change is larger than rounding explains (p < CHANGED_P); None if unknown."""
         if self.rounding is None:
             return [None] * len(self.delta)
         size, p = self.rounding.size, rounding_p_values(self.delta, self.rounding)
@@ -152,7 +152,7 @@ def combine_rounding(
 
     The degrees of freedom of the sum follow Welch and Satterthwaite. `_moderate` then averages the sums over heads.
 
-    A measure with steps (a count of columns, a rank) does not change in most draws. Each head's size is therefore
+    An integer measure (a count of columns, a rank) does not change in most draws. Each head's size is therefore
     at least the standard deviation of a Gaussian whose typical maximum over all draws and heads is the largest
     observed change.
     """
@@ -174,7 +174,7 @@ def combine_rounding(
 def _moderate(
     squares: Float[Tensor, " heads"], freedom: Float[Tensor, " heads"]
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, " heads"]]:
-    """Average each head's mean square with the typical one, weighted by degrees of freedom (Smyth 2004, eq. 6.2).
+    """Average the heads' mean squares with the typical mean square, by degrees of freedom (Smyth 2004, eq. 6.2).
 
     Return the averages and their degrees of freedom. The more alike the heads are, the more degrees of freedom the
     typical mean square has, up to PRIOR. A mean square of 0 is not averaged. If fewer than ENOUGH_HEADS are above 0,
@@ -317,7 +317,7 @@ def stored_type(weight: Tensor) -> torch.dtype:
 
 
 def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
-    """Return the coarsest stored type of matrices in a site's module; it limits the precision of queries and keys."""
+    """Return the coarsest stored type of matrices in a site's module; this type limits the precision of queries."""
     kinds = [stored_type(weight) for weight in model.get_submodule(site.path).parameters() if weight.dim() > 1]
     return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
 
@@ -370,7 +370,7 @@ def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -
 def draw_weights(side: ComparedModel, draws: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Simulate how rounding changes weights.* and the heads' forms.
 
-    Return a table (draws, heads) per measure; it contains NaN for heads whose form can't be read.
+    Return a table (draws, heads) per measure, with NaN for heads whose form can't be read.
     """
     analyzers = side.select_analyzers("weights")
     tables: dict[sequences.Place, Tensor] = {}

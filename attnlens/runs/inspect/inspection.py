@@ -121,7 +121,7 @@ class PreparedRun:
 
     @property
     def weights_model(self) -> loading.Loaded:
-        """Model whose weights are read; if the model is spread over devices, this is its copy on the meta device."""
+        """Model whose weights are read: if it is spread over devices, the copy on the meta device."""
         return self.loaded.shapes or self.loaded
 
     def select_analyzers(self, source: str) -> list[Analyzer]:
@@ -346,7 +346,7 @@ class Inspection(PreparedRun):
         return gatherers
 
     def select_requested(self, heads: Iterable[int]) -> list[int]:
-        """Return those of `heads` that --heads requests, by default all."""
+        """Return the requested heads among `heads`; all if --heads is not given."""
         return [head for head in heads if self.settings.heads is None or head in self.settings.heads]
 
     def read_factors(self, sites: Sequence[Site]) -> Iterator[tuple[SiteFactors, QueryKey | None]]:

@@ -223,7 +223,7 @@ def inspect_sites(
         calls, others = ([(each.site.path, each.site.ordinal) for each in part] for part in (all_sites, shapes.sites))
         if calls != others:
             raise ModelError(
-                "Without its weights (on the meta device), the model runs other attention modules than with them.",
+                "On the meta device, which has no weights, the model runs different attention modules.",
                 "Omit --device spread.",
             )
         sites = [replace(other, site=each.site) for each, other in zip(all_sites, shapes.sites, strict=True)]

@@ -390,7 +390,7 @@ def _errors(
 
 
 def _summarise_texts(results: Results, seed: int) -> list[records.TextSummary]:
-    """Summarise each text by the medians over heads of means over the text's windows; [] for a single text."""
+    """Summarise each text: by measure, the median over heads of the mean over windows; [] for a single text."""
     distinct, summaries = list(dict.fromkeys(results.window_texts)), list[records.TextSummary]()
     for text in distinct if len(distinct) > 1 and results.by_measure else ():
         rows = [place for place, name in enumerate(results.window_texts) if name == text]

@@ -82,7 +82,7 @@ class SequenceValues:
                 self.add(query_key.site, readings, [numbers[row] for row in rows], piece.heads, total)
 
     def add(self, site: Site, readings: Readings, sequences: Sequence[int], heads: Sequence[int], total: int) -> None:
-        """Add readings of these sequences and heads: (sequences, heads) or (sequences, heads, steps)."""
+        """Add readings of the shape (sequences, heads), or (sequences, heads, steps) for curves."""
         for name, reading in readings.items():
             place = site.name, name
             if reading.dim() == 3:
@@ -164,7 +164,7 @@ def refuse_many_rows(site_calls: Sequence[SiteCall], heads: Sequence[int] | None
         problem = f"--show attention supports sequences of at most {MOST_TOKENS} tokens, but these have {longest}."
         raise UsageError(problem, f"Add --length {MOST_TOKENS}.")
     if rows > MOST_ROWS:
-        problem = f"--show attention keeps at most {MOST_ROWS:,} rows (heads × queries), but these heads have {rows:,}."
+        problem = f"--show attention supports at most {MOST_ROWS:,} rows (heads × queries), but there are {rows:,}."
         raise UsageError(problem, "Choose fewer heads with --layers or --heads, or fewer tokens with --length.")
 
 

@@ -36,7 +36,8 @@ class NearShares:
     """Fit of γ, the weight of near keys, that minimises Σ KL(original ‖ hybrid) over queries with near and far keys.
 
     The derivative with respect to log γ is Σ γN/(γN + F) minus the sum of the original shares of near keys; the
-    derivative increases with γ. N is the weight of a query's near keys at γ = 1, and F that of its far keys and sink.
+    derivative increases with γ. N is the weight of a query's near keys at γ = 1, and F is the weight of
+    the far keys and the sink.
     """
 
     kernel: Kernel  # the hybrid with its fitted parameters, and γ = 1
@@ -44,7 +45,7 @@ class NearShares:
     odds: list[Float[Tensor, "heads queries"]] = field(default_factory=list)  # log N/F, by batch
 
     def update(self, call: Call) -> None:
-        """Add a batch: append log(N/F) of each query and its share of near keys in the original model."""
+        """Add a batch: append each query's log(N/F) and original share of near keys."""
         assert self.kernel.near is not None  # noqa: S101  # only hybrids have γ
         whole = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
         near = positions(call, self.kernel.near).keys_kept(self.kernel.near, *whole)
@@ -114,7 +115,7 @@ def _append_sink(call: Call, rows: Tensor) -> Tensor:
 
 
 def fit(setup: SwapSetup, batches: texts.Batches, progress: AddSteps) -> hooks.Swaps:
-    """Fit the kernels' parameters per head in closed form; refine γ of hybrids, and parameters that the user set."""
+    """Fit parameters per head in closed form; refine the weights of near keys, and parameters that the user set."""
     swaps = setup.swaps
     fits = _create_fits(swaps)
     map_fits = [(site, each) for site, each in fits.items() if isinstance(each, MapsFit)]
@@ -167,7 +168,7 @@ def _update_fits(
     batches: Iterable[texts.Batch],
     progress: AddSteps = lambda _: None,
 ) -> None:
-    """Run the original model on each batch; pass the swapped heads' calls, without padding, to the site's fit."""
+    """Run the original model on each batch; pass the swapped heads' calls, without padding, to each site's fit."""
 
     def answer(site: Site, call: Call) -> None:
         if site in fits:

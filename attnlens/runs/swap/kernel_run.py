@@ -103,7 +103,7 @@ class SwapSession:
     measures: SweptMeasures | None = None  # computed at the first sweep of heads
 
     def survey(self) -> None:
-        """Find and verify all sites; select the requested sites. Raise UsageError if a kernel is undefined."""
+        """Find and verify all sites, and select the requested sites. Raise UsageError for an undefined kernel."""
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
             self.identity_error = checks.require_identity(self.loaded, self.probe)
@@ -348,7 +348,7 @@ def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: M
 
 
 def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlSwap:
-    """Build the sink-window control that stores as many numbers as each site's kernel, or record why it can't exist."""
+    """Build the sink-window control that stores as many numbers as the kernel; give a reason if there is none."""
     if any(site.part == "cross" for site in swaps):
         return ControlSwap("same size", None, reason=CROSSING)
     windows: dict[Site, hooks.Replacement] = {}
@@ -481,11 +481,11 @@ class KernelRun:
 
     @property
     def keep(self) -> Keep:
-        """Function that stores and reuses parts of long computations; without a store, it only computes them."""
+        """Function that stores and reuses parts of long computations; without a store, the parts are only computed."""
         return keep_nothing if self.store is None else self.store.compute
 
     def start_stage(self, stage: str, total: int) -> AddSteps:
-        """Start a stage; with several kernels, its name includes the kernel. Return a function that adds steps."""
+        """Start a stage, named after the kernel too if there are several; return a function that adds steps."""
         label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
         return start_stage(self.session.progress, label, total)
 
@@ -544,7 +544,7 @@ class KernelRun:
             model.differences = differences
 
     def _generate(self) -> None:
-        """Count the tokens that each stage and control generates before its first difference from the original."""
+        """Count the tokens that stages and controls generate before the first difference from the original model."""
         models = [model for model in (*self.stages.values(), *self.control_models) if model.agreement is None]
         add_steps = self.start_stage("generate", len(models) + 1)
         original, notes = self.session.continuation

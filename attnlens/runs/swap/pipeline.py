@@ -127,7 +127,7 @@ class SwapWork(SwapSession):
         return report
 
     def read_unit(self, name: str) -> KernelResult:
-        """Run one kernel; finished parts of its fit, sweep and healing are stored until the kernel is finished."""
+        """Run one kernel; parts of fits, sweeps and healing are stored until the kernel is finished."""
         kernel = self.kernels[name]
         store = None if self.store is None else self.store.inside(name)
         swaps = {site: Replacement(kernel, heads) for site, heads in self.chosen.items()}
@@ -259,7 +259,8 @@ def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cu
         share = f"{100 * session.shared:.0f} % of the evaluated tokens"
         if named:
             problem = f"The calibration text ({Text.of(merged).name}) contains {share}."
-            raise TextError(problem, "Choose another --calibration text, or omit it to use windows not evaluated.")
+            remedy = "Choose another text, or omit --calibration to use windows that are not evaluated."
+            raise TextError(problem, remedy)
         problem = f"The text is repetitive: {share} are in passages that the calibration windows also contain."
         raise TextError(problem, "Give a separate --calibration text, or a less repetitive --text.")
     unknown = {name: share for part in batches for name, share in part.unknown.items()} if named else {}

@@ -198,7 +198,7 @@ def _read_facts(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
 
 
 def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> None:
-    """Raise ValueError if a weight file is missing, is not listed in attnlens.json, or has another hash than listed."""
+    """Raise ValueError if a weight file is missing, is not listed in attnlens.json, or has a different hash."""
     present = {path.name for path in place.glob("*.safetensors")}
     changed = {name for name, digest in digests.items() if facts.files.get(name, digest) != digest}
     if wrong := sorted(present ^ facts.files.keys() | changed):
@@ -209,7 +209,7 @@ def _check_sites(facts: SavedSwap, site_calls: Sequence[hooks.SiteCall]) -> None
     """Raise ValueError if attnlens.json lists other sites than the model has, or invalid swapped heads or layers."""
     sites = [SavedSite.model_validate(each.site) for each in site_calls]
     if [saved.model_copy(update={"heads": None}) for saved in facts.sites] != sites:
-        raise ValueError(f"{FACTS} lists attention that the model lacks, or omits attention that it has")
+        raise ValueError(f"{FACTS} lists attention that the model lacks, or omits attention of the model")
     for saved, each in zip(facts.sites, site_calls, strict=True):
         heads = saved.heads or []
         if len(set(heads)) != len(heads) or not set(heads) <= set(range(each.call.query.shape[1])):
