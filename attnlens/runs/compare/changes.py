@@ -300,7 +300,7 @@ class Changes:
     def _test_measures(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> dict[str, ChangeTest | None]:
         """Test each measure's changes; return the tests by measure.
 
-        The test is None for a measure with neither values per window nor drawn roundings, and for a category.
+        The test is None for categories, and for measures with neither values per window nor simulated rounding.
         """
         tests: dict[str, ChangeTest | None] = {
             name: significance.test_rounding(distances[name], rounding[name])

@@ -234,7 +234,7 @@ def inspect_sites(
 
 
 def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str | None]:
-    """Cut the texts into batches; return settings, batches (None: no text is read), and why text can't be read."""
+    """Cut the texts; return settings, batches (None: no text is read), and the reason if text can't be read."""
     loaded, settings, cut = run.loaded, run.settings, run.cut
     without_input = settings.model_copy(update=dict.fromkeys(("windows", "pack", "placement", "intervals")))
     if not run.contents or not any(analyzer.source == "tokens" for analyzer in run.analyzers):

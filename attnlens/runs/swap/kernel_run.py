@@ -485,7 +485,7 @@ class KernelRun:
         return keep_nothing if self.store is None else self.store.compute
 
     def start_stage(self, stage: str, total: int) -> AddSteps:
-        """Start a stage, named after the kernel too if there are several; return a function that adds steps."""
+        """Start a stage, labelled with the kernel if there are several kernels; return a function that adds steps."""
         label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
         return start_stage(self.session.progress, label, total)
 
