@@ -189,7 +189,7 @@ def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[I
 
 
 Name = TypeVar("Name")
-Fields = tuple[dict[str, object], dict[str, str]]  # fields of an Outcome, and reasons for missing ones
+Fields = tuple[dict[str, object], dict[str, str]]  # fields of an Outcome, and reasons for missing fields
 NOT_CAUSAL = "only defined for models that predict the next token"
 DIVERGED = "the changed model diverged: its predictions are not finite"
 

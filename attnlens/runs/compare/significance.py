@@ -54,7 +54,7 @@ class ChangeTest:
     delta: Float[Tensor, " heads"]
     p: Float[Tensor, " heads"]
     se: Float[Tensor, " heads"] | None = None  # standard error over windows
-    freedom: int = 0  # degrees of freedom of the standard error; 0 without one
+    freedom: int = 0  # degrees of freedom of the standard error; 0 if unknown
     rounding: Rounding | None = None
 
     def negligible(self, smallest: float | None) -> Bool[Tensor, " heads"]:

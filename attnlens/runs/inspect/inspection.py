@@ -145,7 +145,7 @@ class Inspection(PreparedRun):
     inputs: texts.Batches | None = None  # batches that the model reads; None for weights alone
     skipped: Sequence[Skipped] = ()  # attention that can't be read, and measures that can't be computed
     identity_error: float | None = None  # relative change of outputs under recomputed attention; None if unknown
-    factors: dict[Site, SiteFactors] | None = None  # factors of each site's weights; None if they are not kept
+    factors: dict[Site, SiteFactors] | None = None  # factors of each site's weights; None if not stored
     _turns: weights.Turns = field(default_factory=weights.Turns)
     _nulls: dict[object, tuple[object, dict[str, tuple[float, float]]]] = field(default_factory=dict)
     """Null distributions by shape and id of the rotation; the rotation is stored too, so that its id is not reused."""
@@ -172,7 +172,7 @@ class Inspection(PreparedRun):
 
     @property
     def reads_weights(self) -> bool:
-        """True if weights are measured, or if their factors are kept."""
+        """True if weights are measured, or if their factors are stored."""
         return self.factors is not None or bool(self.select_analyzers("weights"))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Split batches into sequences, collect values per sequence and head, and select what `--show` adds to a report."""
+"""Split batches into sequences, collect values per sequence and head, and select the data of `--show` for a report."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def arrange_by_measure(
 
 SIGNS = {"\n": "↵", "\t": "→"}  # symbols for tokens of white space; ␣ for a space
 MOST_TOKENS, MOST_ROWS = 512, 40_000  # maximum number of tokens in a sequence, and of rows over all heads, in a report
-MOST_WEIGHTS, LEAST = 8, 0.02  # maximum number of weights kept per row, and the smallest kept besides the largest
+MOST_WEIGHTS, LEAST = 8, 0.02  # maximum number of weights per row; smallest weight, except for the largest of a row
 
 
 def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequence[texts.Batch]) -> Selection | None:

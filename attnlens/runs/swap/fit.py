@@ -226,7 +226,7 @@ def set_rotations(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]]) -> Non
 
 
 def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Sequence[Fed]) -> None:
-    """Set the output metric of fits that need one. Raise ModelError if predictions or gradients are missing."""
+    """Set the output metric of fits with metric=output. Raise ModelError if predictions or gradients are missing."""
     by_output = [(site, fit) for site, fit in fits if fit.by_output]
     first, left = list[Fed](), SEQUENCES if by_output else 0
     for batch in fed:

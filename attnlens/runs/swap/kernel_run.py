@@ -145,7 +145,7 @@ class SwapSession:
 
     @property
     def probe(self) -> dict[str, Tensor]:
-        """Inputs of the first two evaluated sequences (or of the only one), used for the checks."""
+        """Inputs of the first two evaluated sequences (or of the only sequence), used for the checks."""
         return texts.first(self.fed[0].inputs, 2)
 
     @property

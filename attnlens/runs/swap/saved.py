@@ -126,7 +126,7 @@ class Swapped:
     """A model whose attention uses another kernel until `close` is called."""
 
     model: PreTrainedModel  # ready for any tool that runs a transformers model
-    tokenizer: PreTrainedTokenizerBase | None  # the model's tokenizer, if it has one
+    tokenizer: PreTrainedTokenizerBase | None  # the model's tokenizer, if any
     kernel: str  # kernel as spelled on the command line
     replacing: ExitStack  # context of the replacement
 

@@ -190,7 +190,7 @@ def _output_tensors(result: ModelOutput) -> Iterator[Tensor]:
 
 
 def _draw_ids(loaded: Loaded, like: Tensor, seed: int) -> Tensor:
-    """Draw random ids in the shape of `like`; placeholders in `like` (such as those of images) are kept."""
+    """Draw random ids in the shape of `like`; placeholders in `like` (such as those of images) do not change."""
     vocabulary, special = texts.vocabulary(loaded.model) or texts.CHARACTERS, texts.placeholder_ids(loaded.model)
     plain = torch.tensor([number for number in range(vocabulary) if number not in special])
     drawn = plain[torch.randint(len(plain), like.shape, generator=torch.Generator().manual_seed(seed))].to(like)
@@ -267,7 +267,7 @@ def choose_sites(
     for site, count in heads_of.items():
         if site.is_among(layers) and part in (None, site.part):
             present = None if heads is None else tuple(head for head in heads if head < count)
-            if present != ():  # a site with fewer heads than others can lack all of the requested ones
+            if present != ():  # a site with fewer heads than others can lack all requested heads
                 chosen[site] = present
     if not chosen:
         parts = ", ".join(sorted({site.part for site in heads_of}))
@@ -381,8 +381,8 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]
         yield f"All keys of a head have the same length at {where}; there, {info.name} is {info.equal_lengths}."
     if kernel.oracle:
         yield (
-            "For analysis only: the kept parts are computed from the logits of whole sequences of the evaluated text, "
-            "so no model can use them."
+            "For analysis only: the kernel is computed from the logits of whole sequences of the evaluated text, so it "
+            "cannot be used in a model."
         )
     elif info.caution:
         yield info.caution
