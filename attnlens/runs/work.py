@@ -179,7 +179,7 @@ def run_units(
         raise errors.ShardFinished(len(names) - len(remaining), len(names), remaining, missing)
     if failures and not values and not stopped:
         name, reason = next(iter(missing.items()))
-        problem = f"No unit could be computed; the first failure is {name}: {reason}."
+        problem = f"No unit could be computed. {name} failed first: {reason}."
         remedy = "Remove the cause of this failure; if memory ran out, use fewer --jobs."
         raise failures[name].error or errors.ModelError(problem, remedy)
     return Outcome({name: values[name] for name in names if name in values}, missing, stopped)
