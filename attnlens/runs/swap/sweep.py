@@ -278,7 +278,7 @@ def _losses(original: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
 
 
 def _sequence_weights(fed: Fed, task: Task) -> Tensor:
-    """Return each sequence's weight in means: the number of predicted tokens (`hidden`: of all tokens)."""
+    """Return each sequence's weight in means: the number of predicted (`hidden`: real) tokens, or 1 if unknown."""
     if task == "hidden" and "attention_mask" in fed.inputs:
         return fed.inputs["attention_mask"].sum(1).double().cpu()
     if fed.targets is None:
