@@ -74,7 +74,7 @@ def use_backend(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
 def record_sites(
     model: PreTrainedModel, targets: Sequence[SiteCall], calls: dict[Site, dict[str, Any]], outputs: Outputs
 ) -> Iterator[None]:
-    """Context manager: in one pass, record in `calls` and `outputs` the arguments and outputs of the sites' modules."""
+    """Context manager: during one pass, record the sites' arguments in `calls` and their outputs in `outputs`."""
     by_call = {(target.site.path, target.site.ordinal): target.site for target in targets}
     paths = {model.get_submodule(target.site.path): target.site.path for target in targets}
     counter = Counter[nn.Module]()
@@ -129,7 +129,7 @@ class PreparedCase:
 
 
 class Comparison:
-    """Comparison of backends with a reference: the model, in float64 if possible, with recomputed attention."""
+    """Comparison of backends with a reference model that recomputes attention, in float64 if possible."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class Comparison:
                 self.prepared.append(prepared)
 
     def _prepare_case(self, case: Case, cases: Cases) -> PreparedCase | None:
-        """Compute a test's reference results; None for an unrequested packing test if the model ignores packing."""
+        """Compute a test's reference results; None if packing is tested by default, but the model ignores it."""
         by_call = {(each.site.path, each.site.ordinal): each.site for each in self.site_calls}
         below = torch.ones(case.documents.shape[1], case.documents.shape[1], dtype=torch.bool).tril()
         targets, allowed, attention, separated = list[SiteCall](), {}, {}, False
@@ -309,10 +309,9 @@ class Comparison:
     def _explain_rounding(
         self, sites: Sequence[SiteError], tolerance: float, dtype: torch.dtype
     ) -> tuple[float, str] | None:
-        """Check whether the rounding of scores explains the error of the first site whose error exceeds the tolerance.
+        """Return the largest error that the rounding of scores explains, and a sentence.
 
-        If rounding explains it, return the largest explainable error (twice the rounding of the largest score) and a
-        sentence; otherwise, or if no error exceeds the tolerance, return None.
+        Return None if no site's error exceeds the tolerance, or if rounding does not explain the first such error.
         """
         first = next((each for each in sites if each.error is None or each.error > tolerance), None)
         if first is None or first.error is None:
@@ -335,8 +334,8 @@ class Comparison:
     ) -> MaskCheck:
         """Run one mask test in the model's type; the error is None if outputs of real tokens are not finite.
 
-        `output_error` is the backend's error on the ordinary inputs. If it exceeds the tolerance, the backend may round
-        coarsely: perturbing a token with little attention may then change no output, and padding may change outputs.
+        If `output_error`, the backend's error on ordinary inputs, exceeds the tolerance, larger deviations are
+        accepted, because the backend may round coarsely.
         """
         case = prepared.case
         least = ATTENDED
@@ -379,7 +378,7 @@ class Comparison:
     def _probe_outputs(
         self, prepared: PreparedCase, model: PreTrainedModel, inputs: dict[str, Tensor], result: Tensor
     ) -> list[Sight]:
-        """Find dependences of model outputs on tokens from which no chain of attention sites leads to the output.
+        """Find model outputs that depend on a token from which no path of attention leads to the output.
 
         Return [] if only some layers were requested, or if the outputs do not belong to the tokens of the perturbed
         input.
@@ -412,7 +411,7 @@ class Comparison:
         outputs: Mapping[Site, Tensor],
         least: float,
     ) -> list[Sight]:
-        """Find outputs of a site that depend on a hidden token or ignore an attended one, largest change first.
+        """Find outputs of a site that depend on a hidden token or ignore an attended token, largest change first.
 
         A perturbed token must change each output that gives the token an attention weight of at least `least`.
         """
@@ -440,8 +439,8 @@ class Comparison:
     def _check_cache(self, model: PreTrainedModel, tolerance: float, *, against_itself: bool) -> list[MaskCheck]:
         """Run the cache test.
 
-        Return [] if only other tests were requested, if masks can't be tested, or if no test was requested and the
-        model is not causal or has no cache.
+        Return [] if masks can't be tested, if only other tests are requested, or if no test is requested and the model
+        has no cache.
         """
         named = self.named_masks is not None and "cache" in self.named_masks
         if (self.named_masks is not None and not named) or self.cases is None:
@@ -454,9 +453,9 @@ class Comparison:
     def _decode(
         self, model: PreTrainedModel, inputs: dict[str, Tensor], tolerance: float, *, against_itself: bool
     ) -> MaskCheck:
-        """Decode with the cache (a prefill, then single steps), and compare each output with a single pass.
+        """Decode with the cache (a prefill, then single steps), and compare each output with that of a single pass.
 
-        The single pass is the reference model's or, if `against_itself` (outputs differ from float64), the backend's.
+        The single pass uses the reference model or, if `against_itself`, the backend.
         """
         name = main_input(inputs)
         targets = [
@@ -512,7 +511,7 @@ def build_unchecked(mask: str, reason: str) -> MaskCheck:
 
 
 def _run_test(mask: str, test: Callable[[], MaskCheck]) -> MaskCheck:
-    """Run a mask test; if the model can't run on its inputs, return the reason."""
+    """Run a mask test; if the model can't run on the test's inputs, return a record with the reason."""
     try:
         return test()
     except (*FAILURES, ImportError) as error:
@@ -560,10 +559,10 @@ def perturb_embeddings(model: PreTrainedModel, ids: Tensor, probes: Sequence[int
 def check_backends(
     loaded: loading.Loaded, inputs: Mapping[str, Tensor], request: DoctorRequest
 ) -> tuple[list[BackendCheck], list[str]]:
-    """Compare the requested backends, or by default those that `Comparison.names` yields, with the model in float64.
+    """Compare the requested or default backends with the model in float64; return comparisons and notes.
 
-    Return the comparisons and a list of notes. If the backends can't be compared, return a note with the reason, or
-    raise ModelError if backends or masks were requested.
+    If the backends can't be compared, return a note with the reason, or raise ModelError if backends or masks were
+    requested.
     """
     try:
         comparison = Comparison(loaded, inputs, hooks.survey(loaded.model, inputs), request)

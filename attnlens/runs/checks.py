@@ -22,7 +22,7 @@ from attnlens.models.trace import remove_hooks
 from attnlens.records import Call, Conventions, QueryKey, Site, Skipped, Task
 from attnlens.wording import group_pairs
 
-Measurement = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # runs a model
+Measurement = Callable[[PreTrainedModel, Mapping[str, Tensor]], Iterable[Tensor]]  # function that runs a model
 
 
 def measure_attention_inputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -52,11 +52,11 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
     """Raise ModelError if measured values can depend on a weight that is random because the checkpoint lacks it."""
     if random := find_random_weights(loaded, inputs, measure):
         problem = f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random."
-        raise ModelError(problem, "Use a complete checkpoint, or load it with the architecture it was saved with.")
+        raise ModelError(problem, "Use a complete checkpoint, or load the checkpoint with its original architecture.")
 
 
 def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """Return the path of a module whose missing weight can affect predictions, and why there is no loss.
+    """Return the path of a module whose missing weight can affect predictions, and the reason for the missing loss.
 
     Return None if predictions do not depend on any missing weight.
     """
@@ -72,9 +72,8 @@ def find_random_weights(
 ) -> tuple[str, str] | None:
     """Return (module path, name) of the first missing weight that can affect measured values; None if there is none.
 
-    If several weights can, their number is added to the name (`name and 3 more`). A missing parameter is ignored if its
-    module ran and the parameter's gradient is None (BERT's pooler); missing buffers are never ignored. A module that
-    did not run on these inputs (an expert that no token chose) can run on other inputs, so its weights are not ignored.
+    The name includes the number of further such weights (`name and 3 more`). A weight is ignored only if it is a
+    parameter without a gradient in a module that ran (BERT's pooler): an unused expert can run on other inputs.
     """
     lacking, parts = set(loaded.missing_keys), (loaded.model.named_parameters, loaded.model.named_buffers)
     missing = [name for part in parts for name, _ in part(remove_duplicate=False) if name in lacking]
@@ -135,7 +134,7 @@ def _convert_errors(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Ite
 def survey_without_media(
     loaded: loading.Loaded, site_calls: Sequence[SiteCall], tokens: int, seed: int
 ) -> tuple[Sequence[SiteCall], Sequence[SiteCall]]:
-    """Return the sites' calls on one token, and on a window without media, because positions of media are special.
+    """Return the sites' calls on one token and on a window, both without media (images and sounds).
 
     If the model reads media, the window consists of `tokens` random ids; if not, the window's calls are `site_calls`.
     """
@@ -196,7 +195,7 @@ def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Non
         raise ModelError(problem, "Try --dtype float64; a model that also overflows in float64 cannot be measured.")
     if error > hooks.IDENTITY_TOLERANCE:
         problem = f"{loaded.info.id} is not deterministic: two passes over the same input differ by {error:.1e}."
-        raise IdentityError(problem, "Choose a deterministic model: the attention of this one cannot be verified.")
+        raise IdentityError(problem, "Choose a deterministic model: attention cannot be verified in other models.")
 
 
 def describe_overflow(dtype: torch.dtype, site_calls: Iterable[SiteCall]) -> str | None:
@@ -211,7 +210,7 @@ def describe_overflow(dtype: torch.dtype, site_calls: Iterable[SiteCall]) -> str
 
 
 def bound_rounding(query_key: QueryKey, dtype: torch.dtype) -> tuple[float, str]:
-    """Return the largest relative error that the rounding of a site's scores explains, and a description of it.
+    """Return the largest relative error that rounding of a site's scores explains, and describe the rounding.
 
     The bound is twice the rounding of the largest score. A float64 model can compute its softmax in float32.
     """
@@ -221,7 +220,7 @@ def bound_rounding(query_key: QueryKey, dtype: torch.dtype) -> tuple[float, str]
 
 
 def find_task(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
-    """Return the model's likeliest task, or the second likeliest if causal predictions see later tokens (PaliGemma)."""
+    """Return the model's likeliest task; the second likeliest if causal predictions see later tokens (PaliGemma)."""
     tasks = tasks_of(loaded.model)
     if tasks[0] != "causal":
         return tasks[0]
@@ -241,7 +240,7 @@ def find_task(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
 def require_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
     """Return the identity error.
 
-    Raise ModelError if a weight that is not finite makes the error NaN; further errors as in `prove_identity`.
+    Raise the errors of `prove_identity`, and ModelError if a weight that is not finite makes the identity error NaN.
     """
     error, broken = prove_identity(loaded, inputs)
     if error is None:

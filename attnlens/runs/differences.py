@@ -43,7 +43,7 @@ class Prompts:
     source: str  # `windows`, or the name of a file
 
     def parts(self) -> Iterator[Prompts]:
-        """Yield batches of bounded size, so that many prompts need no more memory than few."""
+        """Yield the prompts in batches of at most MOST."""
         for ids, mask in zip(torch.split(self.ids, MOST), torch.split(self.mask, MOST), strict=True):
             yield Prompts(ids, mask, self.source)
 
@@ -58,18 +58,18 @@ class Continuations:
 
 
 def choose_prompts(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
-    """Return `prompts`, by default the beginnings of up to MOST inputs, or why the model can't continue inputs.
+    """Return `prompts`, by default the beginnings of up to MOST inputs; return the reason if inputs can't be continued.
 
-    The beginnings are half the median length; inputs shorter than the median are left out. Raise UsageError if the
+    Each beginning has half the median length; inputs shorter than the median are left out. Raise UsageError if the
     model can't continue `prompts`.
     """
     reason = ""
     if task != "causal":
-        reason = NOT_CAUSAL if prompts is None else "its task is not to predict the next token"
+        reason = NOT_CAUSAL if prompts is None else "it does not predict the next token"
     elif set(fed[0].inputs) - TEXT:
         reason = "the model has inputs other than text"
     elif "past_key_values" not in inspect.signature(model.forward).parameters:
-        reason = "the model keeps no key-value cache"
+        reason = "the model has no key-value cache"
     if reason and prompts is not None:
         raise UsageError(f"The model can't continue prompts: {reason}.", "Omit prompts.")
     if reason or prompts is not None:
@@ -88,7 +88,7 @@ def choose_prompts(model: PreTrainedModel, fed: Sequence[Fed], task: Task, promp
 def tokenize_prompts(loaded: Loaded, content: texts.Content) -> Prompts:
     """Tokenize a file's prompts, one per nonblank line.
 
-    Raise TextError if there are none or if one is too long, and UsageError if the model has no tokenizer.
+    Raise TextError if there are no prompts or a prompt is too long, and UsageError if the model has no tokenizer.
     """
     lines = [line for line in content.text.splitlines() if line.strip()]
     if not lines:
@@ -109,7 +109,7 @@ def tokenize_prompts(loaded: Loaded, content: texts.Content) -> Prompts:
 
 
 def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continuations | str:
-    """Return the original model's greedy continuations, or why it can't continue the prompts."""
+    """Continue the prompts greedily with the original model; return the continuations, or the reason for a failure."""
     if tokens < 1:
         return "the prompts fill the model's context"
     try:
@@ -127,7 +127,7 @@ def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> C
 
 
 def measure_agreement(model: PreTrainedModel, original: Continuations | str, variant: Variant) -> Agreement | str:
-    """Count, per prompt, the tokens that both models generate before they differ, or return why counting failed."""
+    """Count, for each prompt, the generated tokens before the models first differ; return the reason for a failure."""
     if isinstance(original, str):
         return original
     try:
@@ -158,7 +158,7 @@ def measure_agreement(model: PreTrainedModel, original: Continuations | str, var
 def _count_common(
     expected: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
 ) -> Int[Tensor, " prompts"]:
-    """Count, per prompt, the tokens before the first difference; count all if both texts end at the same token."""
+    """Count, for each prompt, the tokens before the first difference; all tokens if there is no difference."""
     equal = torch.ones_like(expected[0], dtype=torch.bool)
     counts = torch.zeros_like(expected[0])
     for tokens, new in zip(expected, chosen, strict=False):
@@ -189,7 +189,7 @@ def _greedy(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Iterator[I
 
 
 Name = TypeVar("Name")
-Fields = tuple[dict[str, object], dict[str, str]]  # fields of an Outcome, and reasons for missing ones
+Fields = tuple[dict[str, object], dict[str, str]]  # fields of an Outcome, and reasons for missing fields
 NOT_CAUSAL = "only defined for models that predict the next token"
 DIVERGED = "the changed model diverged: its predictions are not finite"
 
@@ -198,7 +198,7 @@ DIVERGED = "the changed model diverged: its predictions are not finite"
 class Differences:
     """Differences between one variant of a model and the original, collected batch by batch."""
 
-    task: Task  # what is predicted
+    task: Task  # prediction task
     noise: bool  # True if the input is noise: predictions are then compared without a loss
     design: Design  # how the sequences were sampled
     before: list[Tensor] = field(default_factory=list)  # mean loss per sequence with predictions under the original
@@ -263,7 +263,7 @@ class Differences:
     def outcome(self, seed: int, texts: Sequence[str], window: int | str | None = None) -> Outcome:
         """Build the record of the collected differences; `texts` are the names of the texts in the design.
 
-        `window` is the number of tokens beyond which the loss is reported separately, or why there is no number.
+        `window` is the number of tokens beyond which the loss is reported separately, or the reason if there is none.
         If `window` is None, losses by position and beyond a window are omitted.
         """
         fields, reasons = self._prediction_fields(seed, texts)
@@ -320,7 +320,7 @@ class Differences:
         counts = torch.cat(self.counts)
 
         def mean_with_error(parts: list[Tensor]) -> tuple[float, float | None]:
-            """Return the mean over tokens and its standard error (None if unknown) by linearising the ratio of sums."""
+            """Return the mean over tokens and its standard error (linearised ratio of sums; None if unknown)."""
             means = torch.cat(parts)  # of each sequence
             mean = (means * counts).sum() / counts.sum()
             se = float(standard_error((means - mean) * counts / counts.mean(), self.sampled))
@@ -335,7 +335,7 @@ class Differences:
         ratio = None if self.noise or change > outputs.LARGEST_LOSS else math.exp(change)
         return PredictionChange(
             tokens=len(tokens),
-            mean=max(mean, 0.0),  # if both are equal, a mean of rounding errors of either sign
+            mean=max(mean, 0.0),  # rounding errors can make the mean negative
             mean_se=mean_se,
             largest=float(tokens.max()),
             q999=q999,
@@ -370,7 +370,7 @@ class Differences:
         return fields | {"hidden_cosine_by_text": by_text}, reasons
 
     def compare_loss(self, other: Differences, seed: int) -> Change | None:
-        """Compare the losses of another variant (before) with those of this variant (after).
+        """Return the change in loss from `other` to this variant.
 
         Return None for noise, without predictions, or if a loss is not finite.
         """
@@ -407,7 +407,7 @@ def _mean(
 
 
 def _by_text(design: Design, texts: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """Return (name, indices of sequences) for each text with sequences; [] if only one text has any."""
+    """Return (name, indices of sequences) for each text with sequences; [] if there is only one such text."""
     numbers = torch.tensor(design.texts)
     pairs = [(name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(texts)]
     nonempty = [pair for pair in pairs if len(pair[1])]
@@ -422,7 +422,7 @@ def compare(
     progress: AddSteps,
     design: Design,
 ) -> dict[Name, Differences]:
-    """Compare each variant with the original on the same batches; the original model runs once per batch."""
+    """Compare each variant with the original model on the same batches; return the differences by variant."""
     differences = {name: Differences(task, batches[0].noise, design) for name in variants}
     for fed in batches:
         original = run(model, fed, task)
@@ -453,7 +453,7 @@ COLUMNS = {  # Name of each value per window, in the order of output, and the fi
 
 
 def tabulate_windows(differences: Sequence[Differences]) -> dict[str, Tensor]:
-    """Return, for each name in COLUMNS that all `differences` have, a table (windows, differences) of its values."""
+    """Return a table (windows, differences) for each name in COLUMNS for which all `differences` have values."""
 
     def column(each: Differences, name: str) -> Tensor:
         values = torch.cat(getattr(each, COLUMNS[name])).double()

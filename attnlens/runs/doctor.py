@@ -1,4 +1,4 @@
-"""Compare recomputed attention matrices with the model's own, and a report's heads with a second computation."""
+"""Compare recomputed attention matrices with the model's own, and verify a report by recomputing heads."""
 
 from __future__ import annotations
 
@@ -37,18 +37,17 @@ SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 u
 
 @public
 def recompute(report: Report, model: str, heads: int, *, progress: Progress = silent, **more: Any) -> list[Check]:
-    """Check that the model's files are those in the report, and recompute `heads` random heads, measure by measure.
+    """Check that the model's files match the report, and recompute all measures of `heads` random heads.
 
     Return a check of the files, a check of the architecture and, if the architecture agrees, a check of each measure.
-    Each call draws other heads, which a forger can't predict. weights.* may differ by WEIGHTS_TOLERANCE, all other
+    Each call draws heads anew, so that they can't be predicted. weights.* may differ by WEIGHTS_TOLERANCE, all other
     measures by √ε (ε: machine epsilon of the model's type), relative to the larger value. `more` are options of
     `inspect` that a report does not contain: the text, and options of `load`. Raise UsageError if the report has no
     heads or was computed on another text.
     """
     if report.command != "inspect" or not report.heads:
-        raise UsageError(
-            f"The report (of `{report.command}`) has no heads to recompute.", "Give a report of `inspect`."
-        )
+        problem = f"The report of `{report.command}` has no heads that can be recomputed."
+        raise UsageError(problem, "Give a report of `inspect`.")
     load_options = {name: more.pop(name) for name in list(more) if name in feeding.LOADED}
     loaded = loading.load(model, **{"dtype": report.settings.dtype, **load_options})
     hashes = [sorted(file.sha256 for file in info.files) for info in (report.model, loaded.info)]
@@ -77,7 +76,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
 
 
 def _compare_measure(name: str, pairs: Sequence[tuple[Head, Head | None]], tolerance: float) -> Check:
-    """Check whether one measure is reproduced in all heads; list the heads that differ, largest deviation first."""
+    """Check that one measure is reproduced in all heads; list the heads that differ, largest deviation first."""
     bound = WEIGHTS_TOLERANCE if name.startswith("weights.") else tolerance
     deviations = []
     for head, recomputed in pairs:
@@ -153,10 +152,10 @@ def doctor(
 
 
 def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
-    """Examine the model as loaded; examine a float64 model again in float32 if float64 may cause a problem.
+    """Examine the model; repeat in float32 if float64 fails or recomputed attention differs in float64.
 
-    The result in float32 is returned if the model can't be examined in float64, or if recomputed attention differs only
-    in float64 (EoMT); the model then stays in float32.
+    Return the result in float32 if float64 fails, or if attention differs only in float64 (EoMT). The model then stays
+    in float32.
     """
     if loaded.model.dtype != torch.float64:
         return _examine(loaded, settings, inputs, progress)
@@ -181,7 +180,7 @@ def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
 
 
 def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
-    """Build the report of the model on these inputs, without its timings."""
+    """Examine the model on these inputs, and return the report without timings."""
     survey = checks.survey_model(loaded, inputs)
     site_calls = survey.sites
     checks.check_selection(settings.layers, settings.heads, site_calls)
@@ -235,7 +234,7 @@ def check_sites(
     layers: Sequence[int | str] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Check the sites of `site_calls` in these layers and heads; `first` has the same sites' calls on one token."""
+    """Check the chosen layers and heads of `site_calls`; `first` contains the same sites' calls on one token."""
     probabilities = collect_probabilities(model, inputs, site_calls)
     pairs = [
         (single, each, chosen)
@@ -255,10 +254,10 @@ def check_sites(
 def collect_probabilities(
     model: PreTrainedModel, inputs: dict[str, Tensor], site_calls: Sequence[SiteCall]
 ) -> dict[Site, Tensor | str]:
-    """Return each site's attention probabilities under the model's own eager attention, or why they are unknown.
+    """Return each site's attention probabilities under the model's own eager attention, or the reason if unknown.
 
-    They are also unknown if the model's usual attention differs from its eager attention (PaliGemma's SDPA is not
-    causal).
+    Probabilities are also unknown if the model's default attention differs from eager attention (PaliGemma's SDPA is
+    not causal).
     """
     captured: dict[Site, Tensor] = {}
     why = "the module applies no softmax to its scores and returns no attention probabilities"
@@ -284,9 +283,9 @@ def _check(
     *,
     rounded: bool,
 ) -> SiteCheck:
-    """Compute the error of a site's attention rebuilt from tokens and from weights, or state why one is missing.
+    """Compare a site's attention, recomputed from tokens and from weights, with the model's own probabilities.
 
-    `probabilities` are the model's own, or why they are unknown. `rounded` is True if rounding at an earlier site
+    If the probabilities are unknown, `probabilities` is the reason. `rounded` is True if rounding at an earlier site
     changed this site's inputs.
     """
     errors, rebuilt = dict[str, float](), dict[str, QueryKey]()
@@ -325,7 +324,7 @@ def _check(
 
 
 def _explain_rounding(query_key: QueryKey, probabilities: Tensor, error: float, *, rounded: bool) -> str:
-    """Return a sentence if the model's own rounding of its scores explains the error; "" if it does not.
+    """Return a sentence if the model's own rounding of scores explains the error, else "".
 
     For a float64 model without sinks, softmax in float32 must give the model's probabilities. For other models, and if
     an earlier site's rounding changed the inputs (`rounded`), the error must be at most twice the rounding of the
@@ -344,7 +343,7 @@ def _explain_rounding(query_key: QueryKey, probabilities: Tensor, error: float, 
 
 
 def _error(query_key: QueryKey, probabilities: Tensor) -> float:
-    """Compute ‖P − P_model‖ / ‖P_model‖ over queries that see a key; P is rebuilt from `query_key`."""
+    """Compute ‖P − P_model‖ / ‖P_model‖ over queries that see a key; P is recomputed from `query_key`."""
     # rows that sum to 1 up to rounding leave nothing for a sink: the model applies it after the softmax (GraniteSWA)
     if query_key.sinks is not None and bool((probabilities.double().sum(-1) - 1).abs().max() <= TOLERANCE):
         query_key = replace(query_key, sinks=None)

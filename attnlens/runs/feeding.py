@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-LOSS = "loss"  # name of the skipped measure if the checkpoint lacks weights that affect predictions
+LOSS = "loss"  # name of the loss in a report's list of skipped measures
 
 
 def predicts_text(loaded: Loaded) -> bool:
-    """Return True if the model predicts the next token of a text, so that it has a loss on texts."""
+    """Return True if the model predicts the next token of a text."""
     return loaded.kind == "text" and task_of(loaded.model) == "causal"
 
 
 def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tuple[list[Tensor], int]:
-    """Return [mean losses, prediction counts] of sequences with predictions, and the size of the vocabulary.
+    """Return [mean losses, numbers of predicted tokens], both by sequence, and the vocabulary size.
 
-    Return ([], 0) if the model does not predict the next token, or if there is nothing to predict.
+    Sequences without predicted tokens are omitted. Return ([], 0) if the model does not predict the next token.
     """
     fed = feed(loaded, batches, "causal", 0) if predicts_text(loaded) else []
     if not fed or fed[0].targets is None:
@@ -61,7 +61,10 @@ def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tup
 def describe_guessing(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
-    """Return a note for each text with a higher loss than random guessing; `names`: name of each sequence's text."""
+    """Return a note for each text on which the model's loss exceeds that of random guessing.
+
+    `names` contains the name of each sequence's text.
+    """
     guess, notes = math.log(vocabulary), list[str]()
     for name in dict.fromkeys(names):
         rows = [row for row, text in enumerate(names) if text == name]
@@ -74,18 +77,18 @@ def describe_guessing(
 
 
 def recorded_options(settings: Settings) -> dict[str, object]:
-    """Return the options of `inspect` that a report records, without the text and the options that `load` takes."""
+    """Return the options of `inspect` that a report records, except the text and the options of `load`."""
     names = sorted(InspectRequest.model_fields.keys() & Settings.model_fields.keys() - LOADED - {"text"})
     options = {name: getattr(settings, name) for name in names}
     options["windows"] = settings.windows_requested or settings.windows
     return {name: value for name, value in options.items() if value is not None}
 
 
-LOADED = {*Loading.model_fields, *SpreadRequest.model_fields}  # names of the options that `load` takes
+LOADED = {*Loading.model_fields, *SpreadRequest.model_fields}  # names of the options of `load`
 
 
 def load_options(request: Loading, model: object) -> dict[str, Any]:
-    """Return the options that are set explicitly in the request and that `load` takes.
+    """Return the explicitly set options of `load`.
 
     If `model` is already loaded, raise UsageError for such options, and ModelError if weights are on the meta device.
     """
@@ -93,7 +96,7 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
     if not isinstance(model, Loaded):
         return options
     if model.shapes is None and any(weight.is_meta for weight in model.model.parameters()):
-        raise ModelError("The model is on the meta device and has no weights.", "Load it on a device such as cpu.")
+        raise ModelError("The model is on the meta device and has no weights.", "Load the model on the CPU or a GPU.")
     if options:
         names = ", ".join(options)
         raise UsageError(f"The model is already loaded, so {names} would be ignored.", f"Pass {names} to load().")
@@ -109,7 +112,7 @@ def add_model_settings(settings: Settings, loaded: Loaded) -> Settings:
 
 
 def build_cut(settings: Settings, request: Feeding) -> texts.Cut:
-    """Build the parameters that determine how texts are cut into sequences, from settings and options."""
+    """Build the parameters for cutting texts into sequences."""
     return texts.Cut(
         tokens=settings.length,
         sequences=settings.windows or 1,
@@ -136,7 +139,7 @@ def build_design(requested: Settings, inputs: texts.Batches) -> Design:
 
 
 def describe_input(requested: Settings, inputs: texts.Batches, loaded: Loaded) -> Settings:
-    """Return the settings with a description of the input: its texts, windows and intervals, or the noise."""
+    """Add a description of the input to the settings: texts, windows and intervals, or noise."""
     text, windows = Text.of(inputs.texts), {"windows": inputs.sequences}
     if inputs.tokens:
         update = {
@@ -153,7 +156,7 @@ def describe_input(requested: Settings, inputs: texts.Batches, loaded: Loaded) -
 
 
 def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) -> Iterator[str]:
-    """Yield notes for the report about the windows and texts, one sentence each."""
+    """Yield the report's notes on windows and texts."""
     yield from inputs.notes
     yield from texts.foreign_notes(inputs.unknown)
     if inputs.left_out:
@@ -161,11 +164,11 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) ->
         yield f"Left out: {left_out}, because there are only {inputs.sequences} sequences for {count} texts."
     noun = "lines" if requested.pack is False else "windows"
     if requested.placement == "first":
-        yield f"The {noun} are the first of each text: standard errors apply to such {noun}, not to the whole texts."
+        yield f"The {noun} are the first of each text, so standard errors do not cover the rest of the texts."
     repeated = texts.repeated_share(loaded.tokenizer, inputs.ids)
     if repeated > texts.MOST_SHARED:
-        runs = f"{repeated:.0%} of the tokens are in runs of {texts.RUN} that occur in several {noun}"
-        yield f"{runs}: standard errors are too small."
+        runs = f"{repeated:.0%} of the tokens are in runs of {texts.RUN} tokens that occur in several {noun}"
+        yield f"{runs}, so standard errors are too small."
 
 
 def record_length(settings: Settings, loaded: Loaded, site_calls: Sequence[SiteCall]) -> Settings:
@@ -185,8 +188,8 @@ def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None
 
 
 def convert_batch(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[str, Tensor]:
-    """Return a batch on the model's device. Raise UsageError unless it maps names to tensors with values."""
-    remedy = 'Pass what a tokenizer returns, e.g. tokenizer(texts, padding=True, return_tensors="pt").'
+    """Move a batch to the model's device. Raise UsageError unless the batch maps names to tensors with values."""
+    remedy = 'Pass the output of a tokenizer, e.g. tokenizer(texts, padding=True, return_tensors="pt").'
     if not isinstance(batch, Mapping) or not batch:
         raise UsageError(f"batch={format_argument(batch)} contains no inputs.", remedy)
     inputs = {}
@@ -204,10 +207,10 @@ def convert_batch(model: PreTrainedModel, batch: Mapping[str, object]) -> dict[s
 def wrap_model(
     model: str | os.PathLike[str] | Loaded | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> str | os.PathLike[str] | Loaded:
-    """Wrap a transformers model and its tokenizer like a result of `load`; return names and loaded models unchanged.
+    """Wrap a transformers model and its tokenizer as a Loaded; return names and loaded models unchanged.
 
-    Raise UsageError if another kernel already replaces the model's attention, or if a name or a loaded model comes with
-    a tokenizer.
+    Raise UsageError if another kernel already replaces the model's attention, or if a tokenizer is passed with a name
+    or a loaded model.
     """
     if isinstance(model, Loaded | PreTrainedModel):
         weights = model if isinstance(model, PreTrainedModel) else model.model
@@ -232,13 +235,14 @@ def require_model(model: Loaded | PreTrainedModel, tokenizer: PreTrainedTokenize
     """Wrap a model in memory. Raise UsageError for anything else, such as a model's name."""
     loaded = wrap_model(model, tokenizer)
     if not isinstance(loaded, Loaded):
-        raise UsageError(f"{format_argument(model)} is not a model in memory.", "Pass the result of attnlens.load.")
+        remedy = "Pass a transformers model, or the result of attnlens.load."
+        raise UsageError(f"{format_argument(model)} is not a model in memory.", remedy)
     return loaded
 
 
 @contextmanager
 def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: put the model in evaluation mode without gradients; restore modes and requires_grad."""
+    """Context manager: put the model in evaluation mode without gradients; restore both settings at the end."""
     training = [module for module in model.modules() if module.training]
     # tensors created in inference mode never have a gradient, and don't allow setting requires_grad
     learning = [each for each in model.parameters() if each.requires_grad and not each.is_inference()]
@@ -255,7 +259,7 @@ def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 def refuse_work(request: Request) -> None:
-    """Raise UsageError for options that store or distribute work: a model in memory has no files that identify it."""
+    """Raise UsageError for options that store or distribute work, which a model in memory does not support."""
     fields = type(request).model_fields
     for name in WorkRequest.model_fields:
         if name in fields and getattr(request, name) != fields[name].default:

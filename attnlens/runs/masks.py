@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Int
 
 TEXT_INPUTS = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"}
-PROBED = 6  # Number of tokens in a test; each row of the batch perturbs one of them
-ORDERED = 16  # Number of tokens in `causal` and `bidirectional`: larger, because faults can depend on the position
+PROBED = 6  # Number of tokens in a test; in each row of the batch, one token is perturbed
+ORDERED = 16  # Largest number of tokens in the tests `causal` and `bidirectional`, whose faults can depend on position
 PADS = 2  # Number of padding tokens
 DOCUMENTS = (2, 2, 2)  # Number of tokens in each packed document
 STEPS = 3  # Number of tokens decoded one by one with the cache
@@ -30,11 +30,11 @@ LONGEST_WINDOW = 128  # Longest window that is tested if the test `window` is no
 
 @dataclass(frozen=True)
 class Rule:
-    """Tokens that a query at a site should see."""
+    """Rule for the tokens that a query at a site should see."""
 
     causal: bool  # True if the query sees no later tokens
     window: int | None = None  # Width of the window as declared in the configuration; None without a window
-    chunk: int | None = None  # Number of tokens in a chunk, outside which no token is seen (Llama 4); None: no chunks
+    chunk: int | None = None  # Number of tokens in a chunk, beyond which queries see nothing (Llama 4); None: no chunks
 
     @property
     def reach(self) -> int | None:
@@ -44,18 +44,15 @@ class Rule:
 
 
 def explain_no_masks(inputs: Mapping[str, Tensor]) -> str | None:
-    """Return why the masks of a model with these inputs can't be tested, or None if they can.
-
-    The masks can be tested if the model, or at least its decoder (Whisper), reads nothing but text.
-    """
+    """Return the reason why masks can't be tested; None if the model, or its decoder (Whisper), reads only text."""
     ids = inputs.get(main_input(inputs))
     if ids is None or ids.dim() != 2 or ("input_ids" in inputs and not inputs.keys() <= TEXT_INPUTS):
-        return "masks are tested only if the model, or its decoder, reads nothing but text"
+        return "masks are tested only if the model, or its decoder, reads only text"
     return None
 
 
 def find_rule(model: PreTrainedModel, target: SiteCall) -> Rule:
-    """Return the rule that the configuration declares for a site, or else the usual rule of the site's part."""
+    """Return the rule that the configuration declares for a site; by default, the usual rule of the site's part."""
     module, part = target.module, target.site.part
     config = getattr(module, "config", model.config)
     causal = part == "decoder"
@@ -99,7 +96,7 @@ class Case:
     same_positions: bool = True  # False if tokens have other positions in `pieces` than in `inputs`
 
     def to(self, device: torch.device) -> Case:
-        """Return the test with its inputs on a device."""
+        """Move the test's inputs to a device."""
         pieces = [
             (row, start, end, {name: tensor.to(device) for name, tensor in alone.items()})
             for row, start, end, alone in self.pieces
@@ -107,7 +104,7 @@ class Case:
         return replace(self, inputs={name: tensor.to(device) for name, tensor in self.inputs.items()}, pieces=pieces)
 
     def visible_tokens(self, rule: Rule, queries: int) -> Bool[Tensor, "rows queries tokens"]:
-        """Return True for the tokens that each output may depend on; cross-attention sees all tokens but padding."""
+        """Return a mask of the tokens that each output may depend on: in cross-attention, all tokens except padding."""
         real = self.documents >= 0
         rows, tokens = self.documents.shape
         if queries != tokens:
@@ -136,7 +133,7 @@ def key_input(site: Site, inputs: Mapping[str, Tensor]) -> str:
 
 
 class Cases:
-    """Mask tests of a model: those requested, or by default those that apply, except prefixes and long windows."""
+    """Requested mask tests of a model; by default, all applicable tests except those of prefixes and long windows."""
 
     def __init__(
         self,
@@ -159,7 +156,7 @@ class Cases:
         self.windows = sorted({rule.window for rule in self.rules.values() if rule.window is not None})
 
     def build(self) -> Iterator[Case | tuple[str, str]]:
-        """Yield each test; if a requested test, or that of a declared window, can't be built, yield (name, reason)."""
+        """Yield each test, or (name, reason) if a requested test or the test of a declared window can't be built."""
         builders: dict[str, Callable[[], Case | str | None]] = {
             "causal": self._causal,
             "bidirectional": self._bidirectional,
@@ -185,10 +182,7 @@ class Cases:
         return ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
 
     def cache_inputs(self) -> dict[str, Tensor]:
-        """Return the cache test's inputs: one sequence.
-
-        If positions permit, it is longer than the shortest window of at most LONGEST_WINDOW tokens.
-        """
+        """Return one sequence for the cache test, if possible longer than the shortest window up to LONGEST_WINDOW."""
         short = [width for width in self.windows if width <= LONGEST_WINDOW]
         tokens = max(PROBED, short[0] + STEPS + 1) if short else PROBED
         limit = position_limit(self.model) or tokens
@@ -200,7 +194,7 @@ class Cases:
         return {name: tensor.expand(rows, *tensor.shape[1:]) for name, tensor in others.items()}
 
     def _build_unmasked(self, name: str, perturbed: str, tokens: int, probes: list[int]) -> Case:
-        """Build a test on sequences without padding or a mask, one row for each perturbed token."""
+        """Build a test without padding or a mask, with one row for each perturbed token."""
         ids, rows = self.row(perturbed, tokens), len(probes)
         inputs = {perturbed: ids.expand(rows, -1), **self._others(perturbed, rows)}
         alone = {perturbed: ids, **self._others(perturbed, 1)}

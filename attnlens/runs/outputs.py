@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
-Variant = Callable[[], AbstractContextManager[object]]  # returns a context in which the model is changed
+Variant = Callable[[], AbstractContextManager[object]]  # function that returns a context in which the model is changed
 CLEAR = Path("/proc/self/clear_refs")  # Linux: writing 5 resets this process's peak memory
 
 
 def speed(tokens: Sequence[int], seconds: Sequence[float]) -> float:
-    """Compute the median over passes of tokens per second; if there are several passes, omit the first (warm-up)."""
+    """Compute the median number of tokens per second over passes; omit the first of several passes (warm-up)."""
     rates = [count / time for count, time in zip(tokens, seconds, strict=True)]
     return statistics.median(rates[1:] or rates)
 
@@ -73,7 +73,7 @@ class PassOutputs:
 
     logits: Float[Tensor, "predicted classes"] | None  # at the predicted positions; None for the task `hidden`
     hidden: Float[Tensor, "tokens d_model"] | None  # last hidden states of real tokens; None if unknown
-    owners: Int[Tensor, " tokens"] | None  # index in the batch of each token's sequence; None if `hidden` is None
+    owners: Int[Tensor, " tokens"] | None  # index of each token's sequence in the batch; None if `hidden` is None
     seconds: float  # duration of the pass
 
 
@@ -83,21 +83,21 @@ def token_losses(logits: Tensor, targets: Tensor) -> Float[Tensor, " predicted"]
 
 
 def sequence_losses(logits: Tensor, targets: Tensor) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """Return the mean loss in nats of each sequence with targets, and its number of predicted tokens."""
+    """Return the mean loss in nats and the number of predicted tokens of each sequence with targets."""
     return sequence_means(token_losses(logits, targets), targets != NOTHING)
 
 
 def sequence_means(
     values: Float[Tensor, " predicted"], predicted: Bool[Tensor, "batch positions"]
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """Average values, one per True in `predicted`, over each sequence with predictions; return means and counts."""
+    """Return the mean and number of the predicted tokens' values, for each sequence with predicted tokens."""
     return average_by_sequence(values, predicted.nonzero()[:, 0], len(predicted))
 
 
 def average_by_sequence(
     values: Float[Tensor, " tokens"], owners: Int[Tensor, " tokens"], count: int
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """Return mean and number of the values of each sequence with values; `owners`: sequence of each value."""
+    """Return the mean and number of values in each sequence with values; `owners` contains each value's sequence."""
     owners, values = owners.cpu(), values.double().cpu()
     counts = torch.bincount(owners, minlength=count).double()
     sums = torch.zeros_like(counts).index_add(0, owners, values)
@@ -105,7 +105,7 @@ def average_by_sequence(
 
 
 def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
-    """Run one forward pass and time it."""
+    """Run and time one forward pass."""
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(model.device)
@@ -132,7 +132,7 @@ def predictions(result: object, fed: Fed, task: Task) -> Float[Tensor, "predicte
 
 
 def sequence_index(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the index of each real token's sequence in the batch; None if rows of `states` do not divide evenly."""
+    """Return the index of each real token's sequence in the batch; None if sequences have unequal numbers of rows."""
     sequences = texts.sequences_in(inputs)  # a model that cuts images into windows returns several rows per image
     if len(states) % sequences:
         return None
@@ -142,7 +142,7 @@ def sequence_index(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | Non
 
 
 def tokens_in(fed: Fed) -> int:
-    """Count the (decoder's) tokens of a pass without padding; if there is no mask, count sequences (such as images)."""
+    """Count a pass's tokens without padding (encoder–decoders: of the decoder); without a mask, count sequences."""
     masks = [fed.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in fed.inputs]
     return int(masks[0].sum()) if masks else texts.sequences_in(fed.inputs)
 
@@ -158,7 +158,7 @@ def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
     return (new.exp() - p - p * (new - original)).sum(-1)
 
 
-LARGEST_LOSS = 700.0  # largest loss in nats that has a perplexity: exp(x) overflows in float64 above 709.8
+LARGEST_LOSS = 700.0  # largest loss in nats with a perplexity: exp(x) overflows above 709.8
 
 
 def paired_change(
@@ -169,9 +169,10 @@ def paired_change(
     seed: int,
     of: Callable[[Tensor], Tensor] = lambda mean: mean,
 ) -> Change:
-    """Return `of`(mean loss, weighted by `counts`) before and after, and the difference with its 95 % interval.
+    """Return `of`(mean loss) before and after, and the difference with its 95 % interval.
 
-    Sequences are paired; pairs with NaN are omitted. The interval is None if it can't be estimated.
+    Means are weighted by `counts`. Sequences are paired; pairs with NaN are omitted. The interval is None if it can't
+    be estimated.
     """
     delta, low, high = paired_difference(before, after, design, weights=counts, of=of, seed=seed)
     valid = ~(after - before).isnan()
@@ -223,11 +224,11 @@ class TokenLosses:
         return changes
 
     def count(self, window: int) -> int:
-        """Count the predicted tokens that repeat a pair of tokens last seen more than `window` tokens earlier."""
+        """Count the predicted tokens that complete a pair of tokens last seen more than `window` tokens earlier."""
         return sum(int((part > window).sum()) for part in self.back)
 
     def beyond(self, window: int, design: Design, seed: int) -> BeyondWindow | str:
-        """Return the change in loss on tokens that need more than `window` keys (see `count`), or why it is missing."""
+        """Return the change in loss on the tokens that `count` counts, or the reason if there are fewer than FEWEST."""
         if (count := self.count(window)) < FEWEST:
             distance = format_count(window, "token")
             repeat = "repeats" if count == 1 else "repeat"
@@ -241,10 +242,10 @@ class TokenLosses:
 def repetition_distances(
     ids: Int[Tensor, "batch positions"], targets: Int[Tensor, "batch positions"]
 ) -> Int[Tensor, "batch positions"]:
-    """Return how many positions ago each pair (id, target) last occurred in its sequence; 0 if it never did.
+    """Return how many positions ago each pair (id, target) last occurred in its sequence; 0 for new pairs.
 
-    A copying (induction) head reads the target from the token after the earlier id, this many tokens before the
-    target: a window of w keys, including the query's own, contains that token if the distance is at most w.
+    If the distance is at most w, a window of w keys (including the query's own) contains the earlier target, which an
+    induction head can copy.
     """
     distances = torch.zeros(targets.shape, dtype=torch.long)
     for row, (row_ids, following) in enumerate(zip(ids.tolist(), targets.tolist(), strict=True)):
@@ -257,7 +258,7 @@ def repetition_distances(
 
 
 def _change(before: Tensor, after: Tensor, chosen: Tensor, design: Design, seed: int) -> tuple[Change, int]:
-    """Return the change in mean loss over `chosen` tokens, paired over sequences, and the number of these tokens."""
+    """Return the change in mean loss over the chosen tokens, and the number of these tokens."""
     chosen = chosen & ~before.isnan()
     counts = chosen.sum(1).double()
     first, second = (torch.where(chosen, part, 0.0).sum(1) / counts for part in (before, after))

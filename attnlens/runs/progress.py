@@ -1,4 +1,4 @@
-"""Report the progress of a long run, and its finished part if the user interrupts it."""
+"""Report the progress of a run, and the finished part of an interrupted run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def time_stage(timings: dict[str, float], stage: str) -> Iterator[None]:
 
 
 def start_stage(progress: Progress, stage: str, total: int) -> AddSteps:
-    """Report that a stage starts; return a function that adds newly finished steps and reports the sum so far."""
+    """Report the start of a stage; return a function that adds finished steps and reports their sum."""
     done = 0
 
     def add_steps(count: int) -> None:
@@ -50,6 +50,6 @@ def start_stage(progress: Progress, stage: str, total: int) -> AddSteps:
 
 @contextmanager
 def bounded_stage(progress: Progress, stage: str, most: int) -> Iterator[AddSteps]:
-    """Context manager: start a stage that may need fewer than `most` steps; report it as complete at the end."""
+    """Context manager: start a stage of at most `most` steps; report the stage as complete at the end."""
     yield start_stage(progress, stage, most)
     progress(stage, most, most)

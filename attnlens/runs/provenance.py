@@ -30,7 +30,7 @@ from attnlens.report.shapes import Shapes
 def hash_content(
     loaded: Loaded, site_calls: Iterable[SiteCall], fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]
 ) -> str:
-    """Hash the model's config, code and adapter, the inputs, samples of deferred weights, and the analyzers' code."""
+    """Hash the model's config, code and adapter, samples of weights left in files, the inputs and the analyzers."""
     config = {name: value for name, value in loaded.model.config.to_dict().items() if name != "_name_or_path"}
     digest = sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in sorted(loaded.folder.glob("*.py")) if loaded.folder is not None else ():
@@ -49,7 +49,7 @@ def hash_content(
 
 
 def read_code(plugin: Analyzer | Gathering | KernelInfo) -> bytes:
-    """Return the bytes of the source file (or the bytecode) of an analyzer or kernel, to detect changes of the code."""
+    """Return the source file of an analyzer or kernel as bytes, or the bytecode if there is no file."""
     function: Any = inspect.unwrap(plugin.begin if isinstance(plugin, Gathering) else plugin.function)
     source = inspect.getsourcefile(function) if inspect.isfunction(function) or inspect.isclass(function) else None
     if source is not None and Path(source).is_file():
@@ -58,7 +58,7 @@ def read_code(plugin: Analyzer | Gathering | KernelInfo) -> bytes:
     return repr(code and (code.co_code, code.co_consts, code.co_names)).encode()
 
 
-STATUS = Path("/proc/self/status")  # on Linux, contains this process's peak memory
+STATUS = Path("/proc/self/status")  # on Linux, contains this process's peak memory; getrusage includes the parent's
 
 
 def assemble_report(command: str, kind: Kind, **results: Any) -> Report:
@@ -76,7 +76,7 @@ def tool() -> Tool:
 
 
 def peak_memory() -> int:
-    """Return this process's peak resident memory in bytes, on Linux from STATUS (getrusage includes the parent's)."""
+    """Return this process's peak resident memory in bytes."""
     for line in STATUS.read_text().splitlines() if STATUS.is_file() else ():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

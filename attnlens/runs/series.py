@@ -50,14 +50,15 @@ class CheckpointReading(TypedDict):
     """Results of one checkpoint."""
 
     report: records.Report  # report of `inspect`
-    loss: float | str  # loss on the run's text in nats per predicted token, or why it is missing
+    loss: float | str  # loss on the run's text in nats per predicted token, or the reason if unknown
     complete: bool  # True if every part of the checkpoint could be read
 
 
 def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
     """Merge the coverages of checkpoints, and add unread checkpoints to the skipped sites.
 
-    Counts are the worst over checkpoints: the fewest analysed heads and, for each source, the most heads without it.
+    Each count is the worst over checkpoints: the fewest analysed heads and, for each source, the most heads without
+    values from this source.
     """
     missing: list[Skipped] = []
     for name, coverage in zip(names, coverages, strict=True):
@@ -76,7 +77,7 @@ def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread:
 
 
 def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[CheckpointReading]) -> Experiment:
-    """Build an experiment from the checkpoints' readings: trajectories of heads, quartiles over heads, losses."""
+    """Build an experiment from the checkpoints' results: trajectories of heads, quartiles over heads, and losses."""
     by_step = all(each.step is not None for each in checkpoints)
     steps = [float(each.step or 0) if by_step else float(number) for number, each in enumerate(checkpoints)]
     reports = [reading["report"] for reading in readings]
@@ -144,16 +145,16 @@ class Checkpoint:
     model: str  # name as passed to `load`
     revision: str | None  # revision of a hub model
     place: Location  # location of the model's files
-    step: int | None  # training step in the name; None if any checkpoint lacks a step, or two have the same
+    step: int | None  # training step in the name; None if any step is missing or repeated
 
 
 def demo_checkpoints() -> list[str]:
-    """Return the folders of the demo model's checkpoints, and `demo`, the trained model."""
+    """Return the folders of the demo model's checkpoints, and the name of the trained model, `demo`."""
     return [*sorted(str(folder) for folder in (DEMO / "checkpoints").iterdir()), "demo"]
 
 
 def parse_step(name: str) -> int | None:
-    """Return the training step in a name (for `demo`, its last step); None if the name contains none."""
+    """Return the training step in a checkpoint's name (for `demo`, the last step); None if there is no step."""
     if name == "demo":
         return int(read_json(DEMO / "training.json")["steps"])
     match = STEP.search(Path(name).name)
@@ -161,7 +162,7 @@ def parse_step(name: str) -> int | None:
 
 
 def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise ModelError if two checkpoints differ in architecture or shape, as far as their configs show."""
+    """Raise ModelError if the configs of two checkpoints differ in architecture or shape."""
     shapes = [
         {name: config.get(name) for name in ("model_type", "architectures")} | dict(sizes(config))
         for config in (each.place.config for each in checkpoints)
@@ -174,7 +175,7 @@ def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
 
 
 def refuse_different_heads(names: Sequence[str], reports: Sequence[records.Report]) -> None:
-    """Raise ModelError if a checkpoint's report has other heads than the first report; name a head that one lacks."""
+    """Raise ModelError if two checkpoints have different heads."""
     sides = [
         (name, report.model, {(head.layer, head.head, head.part) for head in report.heads})
         for name, report in zip(names, reports, strict=True)
@@ -191,10 +192,10 @@ def refuse_different_heads(names: Sequence[str], reports: Sequence[records.Repor
 def find_checkpoints(
     names: Sequence[str] | None, revisions: Sequence[str], offline: bool, allow_pickle: bool
 ) -> list[Checkpoint]:
-    """Find the checkpoints `names` (None: those of demo); sort them by step unless steps are missing or repeated.
+    """Find the checkpoints (None: of the demo model), and sort them by step unless steps are missing or repeated.
 
-    Raise UsageError if there are fewer than two checkpoints, if one is repeated, or if `revisions` come without exactly
-    one model.
+    Raise UsageError if there are fewer than two checkpoints, if a checkpoint is repeated, or if `revisions` are given
+    without a single model.
     """
     if revisions and (names is None or len(names) != 1):
         raise UsageError("--revisions requires a single hub model.", "Give one hub model and its revisions.")
@@ -229,12 +230,12 @@ def converge_checkpoints(
     """Measure every head at each checkpoint; the report has one experiment with the heads' trajectories.
 
     `checkpoints` are folders, files or hub ids (None, or `demo` alone: those of the demo model), or one hub model with
-    several `revisions`. Training steps are the numbers in the names (`step-00030`, `checkpoint-500`); if a name has no
-    number, or two have the same, checkpoints are numbered 0, 1, 2 … in the given order. By default, the default
+    several `revisions`. Training steps are the numbers in the names (`step-00030`, `checkpoint-500`); if a number is
+    missing or repeated, checkpoints are numbered 0, 1, 2 … in the given order. By default, the default
     analyzers of `inspect` and the analyzer `selection` run. All checkpoints use the tokenizer of the last checkpoint
-    that has one. `head`, as (layer, head) or `3.7`, selects one head. The same call resumes from finished units.
-    Raise UsageError; TextError; ModelError if a checkpoint is missing or shapes differ; and Interrupted, which contains
-    the finished checkpoints.
+    that has one. `head`, as (layer, head) or `3.7`, selects one head. A repeated call reuses finished units.
+    Raise UsageError or TextError for invalid arguments, ModelError if a checkpoint is missing or shapes differ, and
+    Interrupted, which contains the finished checkpoints.
     """
     report, clear_work = run_series(checkpoints, request, revisions=revisions, head=head, progress=progress)
     clear_work()
@@ -249,7 +250,7 @@ def run_series(
     head: tuple[int, int] | str | None = None,
     progress: Progress = silent,
 ) -> tuple[Report, Callable[[], None]]:
-    """Measure all checkpoints; return the report, and a function that removes the stored units if all are complete."""
+    """Measure all checkpoints; return the report, and a function that removes the stored units of a complete run."""
     request = request.with_options(**requests.one_head(head, request.layers, request.heads))
     names = None if checkpoints is None else requests.words("checkpoints", checkpoints)
     return Series(names, requests.words("revisions", revisions), request, progress).run()
@@ -257,7 +258,7 @@ def run_series(
 
 @dataclass(eq=False)
 class Series:
-    """A run over checkpoints. Its constructor finds the checkpoints and reads the texts."""
+    """A run over checkpoints. The constructor finds the checkpoints and reads the texts."""
 
     names: Sequence[str] | None  # models or checkpoints; None: the checkpoints of demo
     revisions: Sequence[str]  # revisions of a single hub model, or empty
@@ -283,7 +284,7 @@ class Series:
 
     @cached_property
     def units(self) -> dict[str, Checkpoint]:
-        """Checkpoints by unit name, which consists of the checkpoint's name and a hash of its files."""
+        """Checkpoints by unit name: the checkpoint's name and a hash of the checkpoint's files."""
         return {f"{each.name} {hash_checkpoint(each.place)}": each for each in self.checkpoints}
 
     @cached_property
@@ -313,7 +314,7 @@ class Series:
         return self.plan.store(self.facts)
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Read the checkpoints; return the report, and a function that removes the stored units if all are complete.
+        """Measure the checkpoints; return the report, and a function that removes the stored units of a complete run.
 
         If interrupted, raise Interrupted with the finished part, or KeyboardInterrupt if no checkpoint is finished.
         """
@@ -362,7 +363,7 @@ class Series:
 
     @cached_property
     def tokenizer(self) -> dict[str, Any]:
-        """Fields of `Loaded` with the tokenizer for all checkpoints; empty if no text is read."""
+        """Tokenizer for all checkpoints, as fields of `Loaded`; empty if no text is read."""
         if not self.contents:
             return {}
         last = next((each for each in reversed(self.checkpoints) if has_tokenizer(each.place)), None)
@@ -393,7 +394,7 @@ class Series:
         return {"report": report, "loss": loss, "complete": not results.missing}
 
     def _loss(self, loaded: loading.Loaded, settings: Settings) -> float | str:
-        """Return the model's loss on the run's text in nats per predicted token, or why it is unknown."""
+        """Return the model's loss on the run's text in nats per predicted token, or the reason if unknown."""
         if not self.contents:
             return "the loss requires a text, but only weights were read"
         if task_of(loaded.model) not in ("causal", "masked"):
@@ -415,6 +416,6 @@ class Series:
 def open_in_worker(
     names: tuple[str, ...] | None, revisions: tuple[str, ...], request: CheckpointsRequest
 ) -> tuple[Mapping[str, object], Compute]:
-    """Prepare a series again in a worker process; return its facts, and the function that reads a checkpoint."""
+    """Prepare a series in a worker process; return the facts, and the function that measures a checkpoint."""
     series = Series(names, revisions, request)
     return series.facts, series.read_unit

@@ -2,7 +2,8 @@
 
 A unit's value is a nested list or dictionary of tensors, records and JSON values, stored as
 `<work>/<key>/<name>.safetensors`. The key is a hash of the facts that determine the run's numbers, so that only the
-same command finds the file again. torch is imported late, since the command line imports this module first.
+same command reuses the file. torch is imported inside functions, because the command line imports this module at
+startup.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def keep_nothing(_name: str, make: Callable[[], T]) -> T:
 
 
 def versions() -> dict[str, str | None]:
-    """Return libraries' versions (None if not installed), and a hash of attnlens's code, to detect edits."""
+    """Return the versions of libraries (None if not installed) and a hash of attnlens's code."""
     libraries = ("attnlens", "torch", "transformers", "peft", "gguf")
     return {"code": hash_code()} | {name: _version(name) for name in libraries}
 
@@ -69,7 +70,7 @@ def hash_code() -> str:
 
 
 def hash_json(value: object) -> str:
-    """Return a hash of a value: 32 hex digits of the SHA-256 of its JSON. A run's key is the hash of its facts."""
+    """Return the first 32 hex digits of the SHA-256 of a value's JSON."""
     return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -90,9 +91,9 @@ class Store:
         return Store(self.folder / file_stem(name), {"run": hash_json(self.facts), "unit": name}, self.resume)
 
     def load(self, name: str) -> Any:
-        """Return a unit's stored value; None if no usable file exists. Log and rename a damaged or foreign file.
+        """Return a unit's stored value; None if no usable file exists. Raise OutputError if the file can't be read.
 
-        Raise OutputError if the file can't be read.
+        A damaged file, or the file of another unit, is renamed and logged.
         """
         path = self.path(name)
         with convert_output_errors(path, "read"), suppress(FileNotFoundError, NotADirectoryError):
@@ -132,7 +133,7 @@ class Store:
             LOG.warning("The result of %s is not stored. %s", clean(name), error.problem)
 
     def clear(self) -> None:
-        """Remove the run's files after its report is written; other files are not touched."""
+        """Remove the run's files, and the folder if it is then empty."""
         with suppress(OSError):  # another process may clear the folder at the same time
             for path in list(self.folder.iterdir()):
                 if path.name != RUN and not OWN_NAME.fullmatch(path.name):
@@ -145,7 +146,7 @@ class Store:
                 self.folder.rmdir()
 
     def report_others(self) -> None:
-        """Log other runs of this command in the same folder: number of finished units, and first fact that differs."""
+        """Log each other run of this command: the number of finished units, and the first fact that differs."""
         files: list[Path] = []
         with suppress(OSError):  # a remote folder may be readable, but not listed
             files = sorted(self.folder.parent.glob(f"*/{RUN}"))
@@ -174,7 +175,7 @@ def _rename_damaged(path: Path, name: str) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file; retry, because another run that finishes its report removes the folder and temporary files."""
+    """Write a file; retry if another run removes the folder at the same time."""
     for attempt in range(8):
         try:
             with convert_output_errors(path, "written"):
@@ -205,7 +206,7 @@ def convert_output_errors(path: Path, action: str) -> Iterator[None]:
 
 
 def file_stem(name: str) -> str:
-    """Return a readable file name without suffix that is unique to the unit."""
+    """Return a readable and unique file name for a unit, without suffix."""
     readable = re.sub(r"[^A-Za-z0-9.=]+", "-", name)[:80].strip("-.")
     return f"{readable}-{sha256(name.encode()).hexdigest()[:8]}"
 

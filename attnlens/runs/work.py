@@ -31,22 +31,23 @@ from attnlens.wording import clean
 
 V = TypeVar("V")
 Compute = Callable[[str], Any]  # function that computes the unit of a given name
-Opener = Callable[..., tuple[Mapping[str, object], Compute]]  # picklable arguments → the facts and Compute of a run
-WorkerSetup = tuple[Opener, tuple[object, ...]]  # an Opener and its arguments
+Opener = Callable[..., tuple[Mapping[str, object], Compute]]  # function that prepares a run; returns facts and Compute
+WorkerSetup = tuple[Opener, tuple[object, ...]]  # an Opener and its picklable arguments
 RETRIED = (*errors.FAILURES, OSError, ImportError, MemoryError, EOFError)  # errors that a second attempt may avoid
 LOST = (
     "the worker process ended twice, because it was killed (out of memory?) or because the main script calls attnlens "
     "outside of `if __name__ == '__main__':`"
 )
 UNSEEN = "the unit's file is missing from this process's --work folder, which all workers must share"
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")  # read at import
+# environment variables with numbers of threads, which libraries read when they are imported
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 RAY_HERE = "local"  # address that makes Ray start a cluster on this machine
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113, section 3.4
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # HTTP/2 (RFC 9113, 3.4)
 ACCELERATORS = ("nvidiactl", "kfd", "dxg")  # devices (NVIDIA, AMD, WSL): a process that uses one must not be forked
 
 
 class Stopped(KeyboardInterrupt):
-    """Interruption of the unit `name`; `value` is its result so far, in the form of a finished unit's value."""
+    """Interruption of the unit `name`; `value` is the unit's partial result."""
 
     def __init__(self, name: str, value: object) -> None:
         super().__init__()
@@ -66,12 +67,12 @@ class Outcome(Generic[V]):
     """Results of a run's units."""
 
     values: dict[str, V]  # values by unit, in the order of the run
-    missing: dict[str, str]  # by failed unit: why it has no value; units that an interruption prevented are left out
+    missing: dict[str, str]  # reasons by failed unit; without the units that were not computed after an interruption
     stopped: bool  # True if the user interrupted the run
 
 
 class WorkPlan(SharedRequest):
-    """Location of a run's stored units, and the processes that compute them."""
+    """Options for storing a run's units and for distributing units over processes."""
 
     device: str = "auto"
 
@@ -87,7 +88,7 @@ class WorkPlan(SharedRequest):
 
     @property
     def root(self) -> Path:
-        """Folder in which runs are kept, or the location behind an address (a `UPath`, which has the same methods)."""
+        """Folder that contains the stored runs; a `UPath`, which has the same methods, if `work` is an address."""
         if self.work is None:
             return user_cache_path("attnlens", appauthor=False) / "work"
         if "://" not in self.work:
@@ -117,7 +118,7 @@ class WorkPlan(SharedRequest):
             problem = f"Other processes cannot access {self.work}, which is in this process's memory."
             raise errors.UsageError(problem, OTHER_WORK)
         if (self.work is not None or self.shard is not None or self.uses_workers) and (problem := self._unwritable()):
-            raise errors.OutputError(f"Finished units cannot be kept in {self.root}: {problem}.", OTHER_WORK)
+            raise errors.OutputError(f"Finished units cannot be stored in {self.root}: {problem}.", OTHER_WORK)
 
     def _unwritable(self) -> str:
         root = self.root
@@ -128,7 +129,7 @@ class WorkPlan(SharedRequest):
         return "" if not isinstance(root, Path) or os.access(root, os.W_OK) else "Permission denied"
 
     def store(self, facts: Mapping[str, object]) -> Store | None:
-        """Return the store of a run; None if no folder was named and the user's cache cannot be written."""
+        """Return the store of a run; None if `work` is not set and the user's cache folder is not writable."""
         if self.work is None and self._unwritable():
             return None
         return Store(self.root / hash_json(facts), facts, resume=self.resume)
@@ -151,8 +152,8 @@ def run_units(
 
     If a unit fails twice, the reason is recorded, and a warning is logged. `worker_setup` prepares the same run in a
     worker process. `report_unit` is called with the name of each unit that finishes or fails. `usable` returns True if
-    a stored value is complete. Raise ShardFinished at the end of a shard; the AttnlensError of any unit, because such
-    an error affects all units; and the first error if no unit could be computed.
+    a stored value is complete. Raise ShardFinished at the end of a shard, an AttnlensError if any unit raises one, and
+    the first error if no unit could be computed.
     """
     if store is not None and plan.work is not None:
         store.begin()
@@ -178,7 +179,7 @@ def run_units(
         raise errors.ShardFinished(len(names) - len(remaining), len(names), remaining, missing)
     if failures and not values and not stopped:
         name, reason = next(iter(missing.items()))
-        problem = f"No unit of work could be computed. First failure, {name}: {reason}."
+        problem = f"No unit could be computed. {name} failed first: {reason}."
         remedy = "Remove the cause of this failure; if memory ran out, use fewer --jobs."
         raise failures[name].error or errors.ModelError(problem, remedy)
     return Outcome({name: values[name] for name in names if name in values}, missing, stopped)
@@ -199,7 +200,7 @@ def _compute_units(
 
     def compute_and_keep(name: str) -> V:
         value = compute(name)
-        (store.keep if plan.shard is None else store.save)(name, value)  # a shard leaves nothing but these files
+        (store.keep if plan.shard is None else store.save)(name, value)  # a shard's only results are these files
         return clear_parts(name, value)
 
     def clear_parts(name: str, value: V) -> V:
@@ -208,7 +209,7 @@ def _compute_units(
         return value
 
     waiting = []
-    for name in names:  # another run that shares the folder may finish a unit before its turn
+    for name in names:  # load each unit as late as possible: another run that shares the folder may have finished it
         value: V | None = store.load(name) if store.resume else None
         if value is not None and usable(value):
             yield name, value
@@ -231,7 +232,7 @@ def _compute_units(
 
 
 def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
-    """Compute a unit; return its value, or a Failure after two attempts (one if options, texts or output are wrong)."""
+    """Compute a unit; return its value or a Failure. Retry once, except after errors of options, texts or output."""
     for _ in range(2):
         try:
             return compute(name)
@@ -245,7 +246,7 @@ def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
     return failure
 
 
-_prepared: list[tuple[WorkerSetup, Mapping[str, object], Compute]] = []  # this worker's run: opener, facts, function
+_prepared: list[tuple[WorkerSetup, Mapping[str, object], Compute]] = []  # this worker's prepared run
 
 
 def _compute_in_worker(opener: Opener, arguments: tuple[object, ...], store: Store, name: str) -> Failure | None:
@@ -268,9 +269,9 @@ _server_started = False
 
 
 def start_server(jobs: int, module: str) -> None:
-    """Start the process that workers are forked from, if `jobs` > 1 on Linux without accelerators.
+    """Start the process from which workers are forked, if `jobs` > 1 on Linux without accelerators.
 
-    Call this before importing torch.
+    Call this function before importing torch.
     """
     global _server_started
     if jobs < 2 or sys.platform != "linux" or any(Path("/dev", name).exists() for name in ACCELERATORS):
@@ -292,7 +293,8 @@ Work = Callable[[str], Failure | None]  # function that computes a unit in anoth
 
 
 def _run_in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
-    """Yield names and results from `plan.jobs` pools of one process each, so that a killed process loses one unit."""
+    """Compute units in `plan.jobs` pools of one process each; yield names and results."""
+    # one process per pool, so that a killed process loses only one unit
     pools: dict[int, ProcessPoolExecutor] = {}  # by thread
     ending = Event()
     context = get_context("forkserver" if _server_started else "spawn")
@@ -307,7 +309,7 @@ def _run_in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> I
                 # a new process inherits the blocked signal: only this process reacts to an interruption
                 with _interruptions_blocked():
                     future = pool.submit(function, name)
-                if ending.is_set():  # the process may have started after `end` ran for the others
+                if ending.is_set():  # the process may have started after `end` ran for the other pools
                     end(pool)
                 return future.result()
             except BrokenExecutor:
@@ -316,7 +318,7 @@ def _run_in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> I
 
     def end(pool: ProcessPoolExecutor) -> None:
         for process in list((pool._processes or {}).values()):  # ProcessPoolExecutor offers no public way to end them
-            process.terminate()  # its finished units are in their files
+            process.terminate()  # finished units are already stored
 
     try:
         with ThreadPoolExecutor(plan.jobs) as threads:
@@ -354,7 +356,7 @@ def _interruptions_blocked() -> Iterator[None]:
 
 
 def _begin_worker() -> None:
-    """Prepare a process for units: use one thread, ignore interruptions, and end when the parent does."""
+    """Initialise a worker process: use one thread, ignore interruptions, and exit when the parent process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(dict.fromkeys(THREADS, "1"))
     if (torch := sys.modules.get("torch")) is not None:  # imported by the main script already
@@ -369,7 +371,7 @@ def _begin_worker() -> None:
 
 
 def check_cluster(address: str | None) -> None:
-    """Raise UsageError if Ray is missing or no cluster answers: Ray would try for two minutes, then end the process."""
+    """Raise UsageError if Ray is missing or no cluster answers; Ray itself would end the process after two minutes."""
     if find_spec("ray") is None:
         raise errors.UsageError("Ray is not installed.", 'Run: pip install "attnlens[ray]"')
     place = address or os.environ.get("RAY_ADDRESS") or RAY_HERE
@@ -387,7 +389,7 @@ def check_cluster(address: str | None) -> None:
 
 
 def _run_on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
-    """Yield names and results of calls in a Ray cluster, by default on this machine; Ray retries a lost task once."""
+    """Compute units on a Ray cluster (by default, on this machine); yield names and results."""
     import torch
 
     ray: Any = import_module("ray")
@@ -422,13 +424,13 @@ def _start_ray(ray: Any, plan: WorkPlan) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **options)
     except Exception as error:  # Ray raises plain Exception if its programs do not start
         raise _build_cluster_error(address, error) from error
-    worker = ray._private.worker  # reports lost workers on stdout, where a report may go; no setting changes that
+    worker = ray._private.worker  # prints lost workers to stdout, which may contain a report; no setting redirects this
     if printed := getattr(worker, "print_to_stdstream", None):
         worker.print_to_stdstream = lambda data, **named: printed(data | {"is_err": True}, **named)
 
 
 def _call_in_folder(folder: str, function: Work, name: str) -> Failure | None:
-    """Call a function in a Ray worker after changing to the folder that relative paths start from."""
+    """Change to `folder`, so that relative paths are valid in a Ray worker, and call the function."""
     with suppress(OSError):  # on a node without that folder, the function itself reports missing files
         os.chdir(folder)
     return function(name)

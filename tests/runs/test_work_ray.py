@@ -112,7 +112,7 @@ def test_a_worker_that_is_killed_or_a_unit_that_fails_loses_nothing(cluster, tmp
     for units, seed, problem in (
         (["d"], 7, "settings.seed is 7 instead of 0"),
         (["refused"], 0, "The model is broken."),
-        (["killed always"], 0, "First failure, killed always: Ray returned no result"),
+        (["killed always"], 0, "killed always failed first: Ray returned no result"),
     ):
         with pytest.raises(ModelError, match=problem):
             spread(cluster, tmp_path, units, seed=seed)

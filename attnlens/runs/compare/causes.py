@@ -75,8 +75,8 @@ def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> 
 def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[Cause]:
     """Yield a cause for each difference between two layers; unexplained parts last.
 
-    The error of a query head is the larger of the relative errors of W_Q and W_K. `order` contains the second layer's
-    head for each head of the first; it is empty if heads keep their order.
+    For quantised weights, the error of a query head is the larger of the relative errors of W_Q and W_K. `order`
+    contains the second layer's head for each head of the first; empty if heads keep their order.
     """
     first, second = add_missing_parts(first, second)
     diagnosis = diagnose(first, second, order)
@@ -118,23 +118,22 @@ class Unexplained(Cause):
 
 
 def describe_unexplained(names: Sequence[str], change: float, near: str, reshaped: Sequence[str]) -> str:
-    """Format the text of a cause: these parts changed, and no hypothesis explains the change."""
+    """Format the text of the cause for parts whose change no hypothesis explains."""
     words = f"{name_parts(names)} changed by up to {short(change)}, not explained ({near})"
     return words + (f"; other shapes: {join_items(reshaped, 3)}" if reshaped else "")
 
 
 def add_spacing(layer: Layer) -> Layer:
-    """Add to a layer, for each part, the relative spacing of numbers in the part's stored type, at least SINGLE."""
+    """Add the machine epsilon of each part's stored type (at least SINGLE) to a layer."""
     spacing = {name: torch.finfo(stored_type(part)).eps for name, part in layer.parts.items()}
     return replace(layer, spacing={name: max(value, SINGLE) for name, value in spacing.items()})
 
 
 def add_call_properties(layers: tuple[Layer, Layer], site_calls: tuple[SiteCall, SiteCall]) -> tuple[Layer, Layer]:
-    """Add to both layers what only calls show: shift invariance, post-norms, cross-attention and position biases.
+    """Add to both layers the properties that only calls show: shift invariance, post-norms, cross-attention and biases.
 
-    T5 stores its table of biases in the first layer, and ALiBi computes the biases. If the biases differ between heads
-    and are the same in both models, perhaps in a different order, they are added as a tensor with one number per head:
-    reordering heads without their biases changes attention.
+    Position biases are added as one number per head if heads differ, and if both models have the same biases in any
+    order: reordering heads without their biases changes attention.
     """
     biases = [each.call.bias for each in site_calls]
     by_head: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
@@ -185,7 +184,7 @@ ALIKE = 0.05  # largest relative difference between biases that count as equal, 
 
 
 def _match_biases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return two tensors with one number per head, one tensor for each bias; heads with equal biases get equal numbers.
+    """Return, for each bias, a tensor with one number per head; heads with equal biases have equal numbers.
 
     Return None if the heads of both models do not match, if all heads have the same bias, or if a bias has no values.
     """

@@ -100,7 +100,7 @@ def _relation(
 
     def are_within(limit: float) -> bool:
         """Return True if W_Q and W_K each changed by at most `limit` times their norm."""
-        # no division: a factor of zeros is close only to zeros
+        # without division, so that factors can be zero
         return all(float((after - before).norm()) <= limit * float(before.norm()) for before, after in sides)
 
     if are_within(ROUNDING_SPACINGS * spacing) and same_scale:
@@ -109,7 +109,7 @@ def _relation(
 
 
 def _have_equal_weights(pairing: Pairing, site: records.Site) -> bool:
-    """Return True if the site's modules have the same parameters in both models; False if they have none."""
+    """Return True if the site's modules have the same parameters in both models; False without parameters."""
     tensors, others = (
         dict(side.loaded.model.get_submodule(site.path).named_parameters()) for side in (pairing.first, pairing.second)
     )
@@ -121,7 +121,7 @@ def _have_equal_weights(pairing: Pairing, site: records.Site) -> bool:
 def describe(
     pairing: Pairing, heads: Sequence[records.HeadChange], rows: Sequence[records.MeasureChange]
 ) -> Iterator[str]:
-    """Yield notes on differences of masks, of the order of heads, and of forms, one string each."""
+    """Yield notes on differences of masks, of the order of heads, and of forms."""
     for site, other in pairing.sites.items():
         if site.part != other.part:
             masks = f"{site.part} in the first model, {other.part} in the second"
@@ -188,9 +188,9 @@ def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Itera
 
 
 def compare_predictions(pairing: Pairing) -> tuple[records.Outcome | None, list[str]]:
-    """Compare both models' loss, KL, agreement and hidden states; return (outcome, []), or (None, notes on why).
+    """Compare both models' loss, KL, agreement and hidden states; return the outcome and notes.
 
-    Return (None, []) if no text is read.
+    If predictions can't be compared, return None and notes with the reason. Return (None, []) if no text is read.
     """
     sides = pairing.first, pairing.second
     batches, seed = pairing.first.inputs, pairing.first.settings.seed
@@ -300,7 +300,7 @@ class Changes:
     def _test_measures(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> dict[str, ChangeTest | None]:
         """Test each measure's changes; return the tests by measure.
 
-        The test is None for a measure with neither values per window nor drawn roundings, and for a category.
+        The test is None for categories, and for measures with neither values per window nor simulated rounding.
         """
         tests: dict[str, ChangeTest | None] = {
             name: significance.test_rounding(distances[name], rounding[name])

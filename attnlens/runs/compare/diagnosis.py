@@ -64,7 +64,7 @@ Visit = Callable[[Site, tuple[SiteFactors, SiteFactors]], None]
 def describe_models(
     sides: Sides, sites: Mapping[Site, Site], order: Orders, visit: Visit = lambda *_: None
 ) -> dict[str, Any]:
-    """Return the fields of a Comparison that state what differs between two models, and why.
+    """Return the fields of a Comparison that describe the differences between two models and their causes.
 
     `sites` maps the first model's sites to the second's; sites that only one model has are left out. `order` maps the
     first model's heads to the second's. `visit` is called with each site and its factors in both models. If the weights
@@ -132,7 +132,7 @@ class FoundCause:
     layer: int | None  # None outside of layers
     cause: Cause
     site: Site | None = None  # site of the first model; None outside of layers
-    whole: bool = False  # True for a rounding that all matrices of the layer have
+    whole: bool = False  # True if the cause is a rounding of all matrices of the layer
 
 
 @dataclass
@@ -174,7 +174,7 @@ class Walk:
 
     @property
     def tensors(self) -> records.TensorChanges:
-        """Number of common tensors; names of tensors that differ or that one model lacks; types if they differ."""
+        """Record of the common, differing, missing and additional tensors, and of the types if they differ."""
         names, others = self._stored_names()
         stored = [side.loaded.info.quantised for side in self.sides]
         types = [kind or plain for kind, plain in zip(stored, self._types or ["", ""], strict=True)]
@@ -190,7 +190,7 @@ class Walk:
     def _read_blocks(
         self, sites: tuple[Site, Site]
     ) -> Iterator[tuple[list[dict[str, Tensor]], tuple[SiteFactors, SiteFactors]]]:
-        """Context manager: return the tensors of both sites' blocks, kept in memory, and both sites' factors."""
+        """Context manager: load both sites' blocks into memory; yield the blocks' tensors and the sites' factors."""
         paths = [weights.block_path(site.path) for site in sites]
         with tensors_in_memory(self.sides[0], paths[0]), tensors_in_memory(self.sides[1], paths[1]):
             factors = [
@@ -208,11 +208,11 @@ class Walk:
         factors: tuple[SiteFactors, SiteFactors],
         in_block: Sequence[str],
     ) -> Iterator[Cause]:
-        """Yield the causes of one layer's difference as `diagnose_layers` does; add the differing tensors to `differ`.
+        """Yield the causes of one layer's differences; add the names of differing tensors to `differ`.
 
-        `blocks` are the tensors of both blocks, and `in_block` the attention modules of the first model's block. Each
-        tensor is diagnosed once: tensors of an attention module, and of the norm that it reads, at the module's site;
-        all other tensors at the block's first site.
+        `blocks` are the tensors of both blocks, and `in_block` the attention modules of the first model's block. The
+        tensors of an attention module and of the norm before it are diagnosed at the module's site, all other tensors
+        of a block at the block's first site.
         """
         sites = site_calls[0].site, site_calls[1].site
         path = weights.block_path(sites[0].path)
@@ -305,7 +305,7 @@ class Walk:
         self.causes += [FoundCause(site.layer, cause, site=site) for site, cause in describe_moves(moves, [*sites])]
 
     def _diagnose_rest(self, blocks: set[str]) -> None:
-        """Diagnose the tensors outside of layers: the output matrix and the norms together, others singly."""
+        """Diagnose the tensors outside of layers: the output matrix and the norms together, all others individually."""
         names, others = self._stored_names()
         left = [
             name for name in names if name in others and not any(f"{name}.".startswith(f"{block}.") for block in blocks)
@@ -420,7 +420,7 @@ def _compare_tied(name: str, sources: tuple[str, str], first: Tensor, second: Te
 
 
 def tensors_in_memory(side: Inspection, path: str, name: str | None = None) -> AbstractContextManager[None]:
-    """Return a context in which a module's tensors (or the one called `name`) are in memory."""
+    """Return a context in which a module's tensors (or only the tensor `name`) are in memory."""
     deferred = side.weights_model.deferred
     if deferred is None:
         return nullcontext()
@@ -429,14 +429,14 @@ def tensors_in_memory(side: Inspection, path: str, name: str | None = None) -> A
 
 
 def list_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the parameters by name (tied ones once) and the buffers that are saved with the model."""
+    """Return the parameters by name (tied parameters once) and the buffers that are saved with the model."""
     saved = module.state_dict()
     parameters = {name: part.detach() for name, part in module.named_parameters()}
     return parameters | {name: part for name, part in module.named_buffers() if name in saved}
 
 
 def _rounds_all_matrices(cause: Cause, count: int, blocks: Sequence[Mapping[str, Tensor]]) -> bool:
-    """Return True if one of a layer's `count` causes is a rounding of all its matrices, including unchanged ones."""
+    """Return True if a cause is a rounding of all matrices of its layer, for which `count` causes were found."""
     if cause.hypothesis == "rounding":
         return count == 1
     which, _, name = cause.hypothesis.rpartition("rounded to ")
@@ -497,7 +497,7 @@ def _merge_causes(causes: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
 
 
 def _without_names(cause: Cause) -> str:
-    """Return a cause's text without leading names of tensors, in the plural (`are …`); unchanged without such names."""
+    """Return a cause's text with leading tensor names and `is` replaced by `are`; unchanged without such names."""
     before, verb, rest = cause.text.partition(f"{name_parts(cause.parts)} is ")
     return f"are {rest}" if verb and not before else cause.text
 

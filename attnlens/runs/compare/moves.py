@@ -33,10 +33,9 @@ def sample_matrices(block: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def find_source(site: Site, sites: Sequence[Site], samples: tuple[Samples, Samples]) -> Site | None:
-    """Return the site of the first model from whose block the second model's tensors at `site` were likely copied.
+    """Return the first model's site from which the second model's tensors at `site` were likely copied.
 
-    Choose the block with the most matrices that are much nearer to the second model's matrices than the matrices of the
-    site's own block are, or that match them partly (see `_is_nearer`). Return None if no block has such a matrix.
+    The source is the block with the most matrices that `_is_nearer` accepts. Return None if there are none.
     """
     path = weights.block_path(site.path)
     within = site.path.removeprefix(path)
@@ -61,8 +60,8 @@ def find_source(site: Site, sites: Sequence[Site], samples: tuple[Samples, Sampl
 def _is_nearer(values: Tensor, candidate: Tensor, own: Tensor) -> bool:
     """Return True if `values` are much nearer to `candidate` than to `own`, or match `candidate` partly.
 
-    They match partly if a share of at least PART agrees with `candidate` but not with `own`. This case finds a matrix
-    such as W_K that comes from another layer, but is only a part of a fused matrix.
+    In a partial match, at least a share PART of the values agrees with `candidate` but not with `own`: W_K can be
+    copied into a fused matrix.
     """
     change = (values - candidate).abs()
     equal = (values != own) & (change <= CLOSE * values.abs())
@@ -71,7 +70,7 @@ def _is_nearer(values: Tensor, candidate: Tensor, own: Tensor) -> bool:
 
 
 def describe_moves(moves: Mapping[Site, tuple[Site, list[str]]], sites: Sequence[Site]) -> Iterator[tuple[Site, Cause]]:
-    """Yield (site, cause) for each layer with another layer's tensors; one text for the layers of an exchange or shift.
+    """Yield (site, cause) for each layer with another layer's tensors; causes of one exchange or shift share a text.
 
     `moves` gives, for each site, the site that its tensors come from, and the names of these tensors.
     """

@@ -58,7 +58,7 @@ def read_side(path: Path) -> Report:
     report = read_report(path)
     remedy = "Give a report created with: attnlens inspect MODEL --json FILE"
     if report.kind != "inspection":
-        raise UsageError(f"{path} is a report of kind {report.kind}, which does not describe one model.", remedy)
+        raise UsageError(f"{path} is a report of kind {report.kind}, which does not describe a single model.", remedy)
     if not report.heads:
         raise UsageError(f"{path} contains no heads.", remedy)
     if report.windows_file is None:
@@ -148,7 +148,7 @@ def _numbered_windows(report: Report) -> list[tuple[object, int]]:
 
 
 def _test_measure(first: Report, second: Report, name: str) -> ChangeTest | None:
-    """Test a measure's changes, paired if possible; return None for categories, and with neither windows nor errors."""
+    """Test a measure's changes, paired if possible; return None for categories and without windows or errors."""
     heads = first.heads, second.heads
     if is_category(heads, name):
         return None
@@ -261,7 +261,7 @@ def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> 
 
 
 def _select_options(subject: Side, options: Mapping[str, object], number: int) -> dict[str, Any]:
-    """Select one side's options (those in SECOND only for the second); models given by name default to float32."""
+    """Return the options of one side, with SECOND only for the second side; named models default to float32."""
     selected = {name: value for name, value in options.items() if number or name not in SECOND}
     if isinstance(subject, str | PathLike):
         return {"dtype": "float32", **selected}

@@ -39,7 +39,7 @@ distance between a head and its fine-tuned version small. Heads that merely rese
 
 
 def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
-    """Pair the heads with similar M; return the second model's head for each head of the first.
+    """Pair heads with similar M = W_Q W_Kᵀ; return the second model's head for each head of the first.
 
     The heads keep their order if any pair is unclear.
     """
@@ -71,7 +71,7 @@ def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads o
 def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
     """Compute, by head, ‖M' − M‖/‖M‖ (1 if only M is 0) and the largest angles, in degrees, between the factors.
 
-    All are NaN if a form is not finite; the change is NaN if both forms are 0, an angle if both factors are 0.
+    All are NaN if a form is not finite. The change is NaN if both forms are 0; an angle is NaN if both factors are 0.
     """
     finite = sorted(set(sequences.finite_heads(first)) & set(sequences.finite_heads(second)))
     table = torch.full((3, len(first.heads)), torch.nan, dtype=torch.float64)
@@ -122,7 +122,7 @@ class ComparedModel(Inspection):
         return replace(self, inputs=None, report=report)
 
     def get_factors(self, site: Site) -> SiteFactors | None:
-        """Return the factors of a site's weights, or why they are unknown; None if the run did not read weights."""
+        """Return the factors of a site's weights, or the reason if unreadable; None if the run did not read weights."""
         return (self.factors or {}).get(site)
 
 
@@ -165,7 +165,7 @@ class Pairing:
         return replace(by_number, unmoved=[site for site in sites if order[site] != numbers[site]])
 
     def ordered_forms(self, site: Site) -> tuple[QueryKey, QueryKey] | str:
-        """Return both models' forms, with the second's heads in the first's order, or why they can't be compared."""
+        """Return both models' forms, with heads in the first model's order, or the reason if not comparable."""
         forms = []
         for which, side, place in (("first", self.first, site), ("second", self.second, self.sites[site])):
             factors = side.get_factors(place)
@@ -262,7 +262,7 @@ class Blocks:
 
     @classmethod
     def of(cls, side: ComparedModel) -> Blocks:
-        """Find the blocks of one side; there are none if no text is read."""
+        """Find the blocks of one model; return no blocks if no text is read."""
         blocks = hooks.blocks(side.loaded.model, texts.first(side.batches[0].inputs, 1)) if side.batches else []
         places = [hooks.place_of(site, blocks) for site in side.key_heads]
         # a site outside all blocks can run after the last block
@@ -297,10 +297,10 @@ def run_pass(
 ) -> Pass:
     """Run one side's model, and record its attention calls and the input and output states of the compared blocks.
 
-    If `original` is given, later blocks do not run, but return the outputs that `original` recorded. Then, states of
-    the compared blocks are recorded only if not `own_states`: each block runs on the input states of `original`, and
-    only its output states are recorded. The output states of a block are its output, or the first element of a tuple;
-    blocks whose output states are not a tensor are left out.
+    If `original` is given, later blocks return the outputs recorded in `original`. With `own_states`, only attention
+    calls are then recorded. Without `own_states`, each compared block runs on its input states in `original`, and calls
+    and output states are recorded. The output states of a block are its output, or the first element of a tuple; blocks
+    whose output states are not a tensor are left out.
     """
     recorded, model, sites = Pass(), side.loaded.model, side.all_sites
 

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SMALLEST = {OWN_ROWS: 1e-4, ROWS: 1e-4, FORMS: 1e-3, QUERY_ANGLE: 0.06, KEY_ANGLE: 0.06}
-"""Smallest distances of practical size: nats, a share of ‖M‖, and degrees (0.001 of a radian). A change of basis within
-a head that is exact in real numbers changes M by about eps · cond in floating point: too little to matter."""
+"""Smallest changes of practical size: in nats, as a share of ‖M‖, and in degrees (0.001 radian). Rounding errors of a
+change of basis within a head change M by about eps · cond, which is too little to matter."""
 SMALLEST_BLOCK = 1e-3  # smallest change of practical size in a block's output, as a share of the output's norm
 ENOUGH_HEADS = 4  # least number of heads for which an interquartile range is computed
-CHANGED_P = 1e-3  # p below which a change is more than rounding, which alone gives such a p in 1 head of 1000
+CHANGED_P = 1e-3  # p below which a change counts as more than rounding; rounding alone gives 1 such p in 1000 heads
 POWER = 0.8  # probability with which a test detects the smallest detectable change
 
 
@@ -54,7 +54,7 @@ class ChangeTest:
     delta: Float[Tensor, " heads"]
     p: Float[Tensor, " heads"]
     se: Float[Tensor, " heads"] | None = None  # standard error over windows
-    freedom: int = 0  # degrees of freedom of the standard error; 0 without one
+    freedom: int = 0  # degrees of freedom of the standard error; 0 if unknown
     rounding: Rounding | None = None
 
     def negligible(self, smallest: float | None) -> Bool[Tensor, " heads"]:
@@ -69,7 +69,7 @@ class ChangeTest:
 
     @property
     def beyond_rounding(self) -> list[bool | None]:
-        """True for heads that rounding alone changes this much with a probability below CHANGED_P; None if unknown."""
+        """True for heads whose change is larger than rounding explains (p < CHANGED_P); None if unknown."""
         if self.rounding is None:
             return [None] * len(self.delta)
         size, p = self.rounding.size, rounding_p_values(self.delta, self.rounding)
@@ -150,11 +150,9 @@ def combine_rounding(
 ) -> Rounding:
     """Combine the rounding of both models: add the mean squares of their draws, or the means if draws are `squared`.
 
-    The degrees of freedom of the sum follow Welch and Satterthwaite: those of all draws if rounding changes both
-    models equally, those of one model's draws if rounding changes only that model. `_moderate` then averages the sums
-    over heads.
+    The degrees of freedom of the sum follow Welch and Satterthwaite. `_moderate` then averages the sums over heads.
 
-    A measure with steps (a count of columns, a rank) does not change in most draws. Each head's size is therefore
+    An integer measure (a count of columns, a rank) does not change in most draws. Each head's size is therefore
     at least the standard deviation of a Gaussian whose typical maximum over all draws and heads is the largest
     observed change.
     """
@@ -176,7 +174,7 @@ def combine_rounding(
 def _moderate(
     squares: Float[Tensor, " heads"], freedom: Float[Tensor, " heads"]
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, " heads"]]:
-    """Average each head's mean square with the typical one, weighted by degrees of freedom (Smyth 2004, eq. 6.2).
+    """Average the heads' mean squares with the typical mean square, by degrees of freedom (Smyth 2004, eq. 6.2).
 
     Return the averages and their degrees of freedom. The more alike the heads are, the more degrees of freedom the
     typical mean square has, up to PRIOR. A mean square of 0 is not averaged. If fewer than ENOUGH_HEADS are above 0,
@@ -200,7 +198,10 @@ Heads = tuple[Sequence[Head], Sequence[Head]]  # heads of the first model, and t
 
 
 def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float, untested: str) -> list[MeasureChange]:
-    """Build one row per measure and head; `named`: q ≤ `fdr` and not negligible. `untested`: why a test is None."""
+    """Build one row per measure and head; a row is `named` if q ≤ `fdr` and the change is not negligible.
+
+    `untested` is the reason for measures whose test is None.
+    """
     keys = [(name, test, place) for name, test in tests.items() for place in range(len(heads[0]))]
     numbers = [math.nan if test is None else float(test.p[place]) for _, test, place in keys]
     p = torch.tensor(numbers, dtype=torch.float64)
@@ -316,7 +317,7 @@ def stored_type(weight: Tensor) -> torch.dtype:
 
 
 def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
-    """Return the coarsest stored type of matrices in a site's module; it limits the precision of queries and keys."""
+    """Return the coarsest stored type of matrices in a site's module; this type limits the precision of queries."""
     kinds = [stored_type(weight) for weight in model.get_submodule(site.path).parameters() if weight.dim() > 1]
     return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
 
@@ -354,7 +355,7 @@ def move_values(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -
 
 
 def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw flat indices, one in twelve on average, and a random neighbour in `kind` of each value there; 0 stays 0."""
+    """Draw flat indices of one value in twelve, and move each value to a neighbour in `kind`; 0 stays 0."""
     part, remainder = divmod(tensor.numel(), MOVED)
     count = part + int(torch.randint(MOVED, (1,), generator=generator)) // (MOVED - remainder)
     places = torch.randint(max(tensor.numel(), 1), (count,), generator=generator).to(tensor.device)
@@ -369,7 +370,7 @@ def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -
 def draw_weights(side: ComparedModel, draws: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Simulate how rounding changes weights.* and the heads' forms.
 
-    Return a table (draws, heads) per measure; it contains NaN for heads whose form can't be read.
+    Return a table (draws, heads) per measure, with NaN for heads whose form can't be read.
     """
     analyzers = side.select_analyzers("weights")
     tables: dict[sequences.Place, Tensor] = {}

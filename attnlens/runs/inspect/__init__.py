@@ -1,1 +1,1 @@
-"""Measure a model's attention heads; docs/architecture.md follows an inspection from `pipeline` to the report."""
+"""Measure a model's attention heads; docs/architecture.md describes the steps of an inspection."""

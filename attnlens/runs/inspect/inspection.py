@@ -1,7 +1,7 @@
 """Describe a model with its attention sites, list the independent units of its inspection, and compute each unit.
 
-A unit covers the weights of a site, a batch of tokens, or the gatherers of a few sites. Its value can be stored
-(runs/store.py); results.py converts the values to the heads of a report.
+A unit covers the weights of a site, a batch of tokens, or all sequences at a few sites (for gatherers, the analyzers
+that read all sequences). runs/store.py stores the values of units; results.py converts them to heads of a report.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Unit(TypedDict, total=False):
 SiteFactors = Factors | UnreadableError  # factors of a site's weights, or why they can't be read
 
 TWO_DOMAINS = "queries and keys belong to different tokens (cross-attention)"
-GATHERED_TOGETHER = 4  # sites per pass of the gatherers: more need more memory, fewer need more passes
+GATHERED_TOGETHER = 4  # sites that gatherers read in one pass: more sites need more memory, fewer more passes
 
 
 def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> T
 def build_measure(
     info: MeasureInfo, site: Site, value: Tensor | None, *, n: int, base: Tensor | None = None, **fields: Any
 ) -> Measure:
-    """Return a measure with its value, or, if the value is missing, NaN or undefined, with the reason."""
+    """Build a measure with its value, or with the reason if the value is missing, NaN or undefined."""
     if site.part == "cross" and info.self_only:
         return Measure(value=None, reason=TWO_DOMAINS)
     if value is None or bool(value.isnan()):
@@ -108,7 +108,7 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A loaded model with everything needed to survey it."""
+    """A loaded model with the texts, analyzers and settings of a run."""
 
     loaded: loading.Loaded
     settings: Settings
@@ -117,15 +117,15 @@ class PreparedRun:
     cut: texts.Cut = field(default_factory=texts.Cut)  # how the texts are cut into sequences
     progress: Progress = silent
     timings: dict[str, float] = field(default_factory=dict)  # seconds per stage so far
-    show: str | None = None  # what --show adds to the report; None: nothing
+    show: str | None = None  # value of --show
 
     @property
     def weights_model(self) -> loading.Loaded:
-        """Model whose weights are read; if the model is spread over devices, this is its copy on the meta device."""
+        """Model whose weights are read: if it is spread over devices, the copy on the meta device."""
         return self.loaded.shapes or self.loaded
 
     def select_analyzers(self, source: str) -> list[Analyzer]:
-        """Return the analyzers that read one QueryKey of this source at a time."""
+        """Return the analyzers of this source, except gatherers."""
         return [each for each in self.analyzers if isinstance(each, Analyzer) and each.source == source]
 
     @property
@@ -136,7 +136,7 @@ class PreparedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection(PreparedRun):
-    """A model with its attention sites and inputs, measured in units; any process can compute any unit."""
+    """A model with its attention sites and inputs, and the units of work that measure them."""
 
     calls: Sequence[SiteCall]  # calls of all sites of the model
     one_token: Sequence[SiteCall]  # calls of the same sites of `weights_model` on one token without media
@@ -145,10 +145,10 @@ class Inspection(PreparedRun):
     inputs: texts.Batches | None = None  # batches that the model reads; None for weights alone
     skipped: Sequence[Skipped] = ()  # attention that can't be read, and measures that can't be computed
     identity_error: float | None = None  # relative change of outputs under recomputed attention; None if unknown
-    factors: dict[Site, SiteFactors] | None = None  # factors of each site's weights; None if they are not kept
+    factors: dict[Site, SiteFactors] | None = None  # factors of each site's weights; None if not stored
     _turns: weights.Turns = field(default_factory=weights.Turns)
     _nulls: dict[object, tuple[object, dict[str, tuple[float, float]]]] = field(default_factory=dict)
-    """Nulls by shape, each with the rotation used to draw it: keeping the rotation alive prevents reuse of its id."""
+    """Null distributions by shape and id of the rotation; the rotation is stored too, so that its id is not reused."""
 
     @property
     def batches(self) -> tuple[texts.Batch, ...]:
@@ -172,7 +172,7 @@ class Inspection(PreparedRun):
 
     @property
     def reads_weights(self) -> bool:
-        """True if weights are measured, or if their factors are kept."""
+        """True if weights are measured, or if their factors are stored."""
         return self.factors is not None or bool(self.select_analyzers("weights"))
 
     @cached_property
@@ -310,7 +310,7 @@ class Inspection(PreparedRun):
         return {"answers": answers}
 
     def _gather(self, inputs: texts.Batches, sites: Sequence[Site]) -> dict[Site, list[Gatherer]]:
-        """Run the model on all batches; pass each sequence at `sites` to the gatherers, which are returned by site."""
+        """Run the model on all batches, pass each sequence at `sites` to gatherers; return the gatherers by site."""
         gatherers: dict[Site, list[Gatherer]] = {}
         forms: dict[Site, QueryKey | str] = {}
         if any(gathering.needs_inputs for gathering in self.gatherings):
@@ -346,11 +346,11 @@ class Inspection(PreparedRun):
         return gatherers
 
     def select_requested(self, heads: Iterable[int]) -> list[int]:
-        """Return those of `heads` that --heads requests, by default all."""
+        """Return the requested heads among `heads`; all if --heads is not given."""
         return [head for head in heads if self.settings.heads is None or head in self.settings.heads]
 
     def read_factors(self, sites: Sequence[Site]) -> Iterator[tuple[SiteFactors, QueryKey | None]]:
-        """Yield each site's factors, and the base model's form (None if it can't be read, or no adapter is used)."""
+        """Yield each site's factors, and its form in the base model (None without an adapter, or if unreadable)."""
         chosen = [index for index, each in enumerate(self.calls) if each.site in sites]
         model, deferred = self.weights_model.model, self.weights_model.deferred
         present = None if deferred is None else deferred.present
@@ -360,9 +360,9 @@ class Inspection(PreparedRun):
             yield self._add_base(index, next(factors))
 
     def _add_base(self, index: int, factors: SiteFactors) -> tuple[SiteFactors, QueryKey | None]:
-        """Return a site's factors, and its form without the adapter: the same form if the adapter skips the site.
+        """Return a site's factors, and the site's form in the base model, without the adapter.
 
-        The form is None without an adapter. If the weights can't be read, return the error and None.
+        The form is None if no adapter is used. If the weights can't be read, return the error and None.
         """
         adapter, model = self.weights_model.adapter, self.weights_model.model
         if adapter is None or isinstance(factors, UnreadableError):
@@ -375,7 +375,7 @@ class Inspection(PreparedRun):
         return factors, factors.query_key if base is None else replace(base.query_key, rotation=factors.rotation)
 
     def _form_on_inputs(self, factors: SiteFactors) -> QueryKey | str:
-        """Return the scores' bilinear form on inputs (x, 1), in the model's dtype, or the reason why there is none."""
+        """Return the scores' bilinear form on inputs (x, 1) in the model's dtype, or the reason if there is none."""
         if isinstance(factors, UnreadableError):
             return factors.problem
         if (form := factors.on_inputs) is not None:
@@ -389,7 +389,7 @@ class Inspection(PreparedRun):
         return f"the scores are not bilinear in the module's inputs: queries and keys {reason}"
 
     def _draw_nulls(self, query_key: QueryKey) -> dict[str, tuple[float, float]]:
-        """Return the nulls (mean, sd) by measure for this shape, scale and rotation; draw them only once."""
+        """Return each measure's null (mean, sd) for this shape, scale and rotation; reuse earlier draws."""
         shape = query_key.query.shape[1:], query_key.key.shape[1:], query_key.scale, id(query_key.rotation)
         if shape not in self._nulls:
             layout, draws = replace(query_key, base=None), NULL_DRAWS["factors"]

@@ -82,7 +82,7 @@ def run_inspect(
 
 
 def open_in_worker(model: str | PathLike[str], request: InspectRequest) -> tuple[Mapping[str, object], Compute]:
-    """Prepare an inspection again in a worker process; return its facts and the function that computes a unit."""
+    """Prepare an inspection in a worker process; return the facts and the function that computes a unit."""
     run = prepare(model, request)
     run.loaded.model.train(False)
     inspection = survey(run)
@@ -177,7 +177,7 @@ def report_stages(progress: Progress, units: Mapping[str, WorkUnit]) -> Callable
 def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
     """Cut the texts, find the sites, and verify recomputed attention unless the weights are left in their files.
 
-    The inspection's units add the factors of weights to `factors`.
+    If `factors` is not None, the inspection's units add the factors of weights to this dictionary.
     """
     settings, inputs, no_text = _cut_inputs(run)
     run = replace(run, settings=settings)
@@ -215,7 +215,7 @@ def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> 
 def inspect_sites(
     run: PreparedRun, all_sites: Sequence[SiteCall], site_calls: Sequence[SiteCall], inputs: texts.Batches | None
 ) -> Inspection:
-    """Build the inspection of `site_calls` in a verified model; add calls of all sites on token ids without media."""
+    """Build the inspection of `site_calls` in a verified model; record calls of all sites on inputs without media."""
     loaded, settings, sites = run.weights_model, run.settings, all_sites
     if loaded is not run.loaded:
         sample = texts.placeholder(loaded, settings.length or 2, settings.seed).batches[0].inputs
@@ -223,7 +223,7 @@ def inspect_sites(
         calls, others = ([(each.site.path, each.site.ordinal) for each in part] for part in (all_sites, shapes.sites))
         if calls != others:
             raise ModelError(
-                "Without its weights (on the meta device), the model runs other attention modules than with them.",
+                "On the meta device, which has no weights, the model runs different attention modules.",
                 "Omit --device spread.",
             )
         sites = [replace(other, site=each.site) for each, other in zip(all_sites, shapes.sites, strict=True)]
@@ -234,7 +234,7 @@ def inspect_sites(
 
 
 def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str | None]:
-    """Cut the texts into batches. Return settings, the batches (None: no text is read), and why text can't be read."""
+    """Cut the texts; return settings, batches (None: no text is read), and the reason if text can't be read."""
     loaded, settings, cut = run.loaded, run.settings, run.cut
     without_input = settings.model_copy(update=dict.fromkeys(("windows", "pack", "placement", "intervals")))
     if not run.contents or not any(analyzer.source == "tokens" for analyzer in run.analyzers):

@@ -34,7 +34,7 @@ ALONE = "only one window or one text has a value, so the spread is unknown"
 
 @dataclass(frozen=True)
 class Results:
-    """Results of an inspection, derived from its description and the values of its finished units."""
+    """Results of an inspection, computed from the values of its finished units."""
 
     inspection: Inspection
     values: Mapping[str, Unit]  # values of the finished units, keyed by unit name
@@ -173,7 +173,7 @@ class Results:
         ).with_windows(records.Windows(windows, heads, self.by_measure))
 
     def _count_coverage(self) -> records.Coverage:
-        """Count sites and heads; count, for each source, the heads that have values, but none from this source."""
+        """Count sites and heads and, for each source, the heads whose values all come from other sources."""
         known, present = measure_sources(), list[set[str]]()
         for head in self.heads:
             names = [name for name, measure in head.measures.items() if measure.value is not None] + list(head.curves)
@@ -251,7 +251,7 @@ class Results:
         )
 
     def _average(self, info: MeasureInfo, site: records.Site, head: int) -> records.Measure:
-        """Average a measure of a head over windows; return mean and standard error, or why there is no mean."""
+        """Average a head's measure over windows; return mean and standard error, or the reason for a missing mean."""
         values, error = (part[site.name, info.name][..., head] for part in (self.windows, self._errors))
         values = values[~values.isnan()]
         if not len(values):
@@ -328,7 +328,7 @@ NEVER_RUN = "the model was read from its files and not run; each site was checke
 
 
 def summarise(results: Results) -> records.Summary:
-    """Compute the measures' medians over all heads, over each layer's heads, and on each text; list extreme heads."""
+    """Compute each measure's median over all heads, over each layer's heads and on each text; find extreme heads."""
     heads, seed = results.heads, results.inspection.settings.seed
     by_layer: dict[int, list[int]] = defaultdict(list)
     for place, record in enumerate(heads):
@@ -360,7 +360,7 @@ def summarise(results: Results) -> records.Summary:
 
 
 def _summarise_heads(heads: Sequence[records.Head], seed: int) -> tuple[dict[str, float], dict[str, records.Null]]:
-    """Return the median over heads of each measure except categories, and the medians' nulls; both keyed by measure."""
+    """Return each measure's median over heads (except categories) and the median's null, keyed by measure."""
     by_name: dict[str, list[records.Measure]] = defaultdict(list)
     for record in heads:
         for name, measure in record.measures.items():
@@ -380,7 +380,7 @@ def _summarise_heads(heads: Sequence[records.Head], seed: int) -> tuple[dict[str
 def _errors(
     windows: Mapping[str, Tensor], design: Design, groups: Sequence[Sequence[int]], seed: int
 ) -> list[dict[str, float]]:
-    """Return, for each group of heads, the standard errors of the measures' medians; omit those that are unknown."""
+    """Return, for each group of heads, the known standard errors of the measures' medians."""
     by_group: list[dict[str, float]] = [{} for _ in groups]
     for name, values in windows.items():
         for errors, error in zip(by_group, median_error(values, design, groups, seed=seed), strict=True):
@@ -390,7 +390,7 @@ def _errors(
 
 
 def _summarise_texts(results: Results, seed: int) -> list[records.TextSummary]:
-    """Summarise each text: the median over heads of each measure's mean over the text's windows; [] for one text."""
+    """Summarise each text: by measure, the median over heads of the mean over windows; [] for a single text."""
     distinct, summaries = list(dict.fromkeys(results.window_texts)), list[records.TextSummary]()
     for text in distinct if len(distinct) > 1 and results.by_measure else ():
         rows = [place for place, name in enumerate(results.window_texts) if name == text]

@@ -1,4 +1,4 @@
-"""Split batches into sequences, collect values per sequence and head, and select what `--show` adds to a report."""
+"""Split batches into sequences, collect values per sequence and head, and select the data of `--show` for a report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Place = tuple[str, str]  # name of a site, and name of a measure
 
 
 def split_batch(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
-    """Yield pieces (row indices, these rows' queries and keys without padding) with scores of at most PIECE_BYTES.
+    """Split a batch into pieces with at most PIECE_BYTES of scores; yield (row indices, piece without padding).
 
     A piece of one row and one head can exceed PIECE_BYTES.
     """
@@ -82,7 +82,7 @@ class SequenceValues:
                 self.add(query_key.site, readings, [numbers[row] for row in rows], piece.heads, total)
 
     def add(self, site: Site, readings: Readings, sequences: Sequence[int], heads: Sequence[int], total: int) -> None:
-        """Add readings of these sequences and heads: (sequences, heads) or (sequences, heads, steps)."""
+        """Add readings of the shape (sequences, heads), or (sequences, heads, steps) for curves."""
         for name, reading in readings.items():
             place = site.name, name
             if reading.dim() == 3:
@@ -121,7 +121,7 @@ def arrange_by_measure(
 
 SIGNS = {"\n": "↵", "\t": "→"}  # symbols for tokens of white space; ␣ for a space
 MOST_TOKENS, MOST_ROWS = 512, 40_000  # maximum number of tokens in a sequence, and of rows over all heads, in a report
-MOST_WEIGHTS, LEAST = 8, 0.02  # maximum number of weights kept per row, and the smallest kept besides the largest
+MOST_WEIGHTS, LEAST = 8, 0.02  # maximum number of weights per row; smallest weight, except for the largest of a row
 
 
 def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequence[texts.Batch]) -> Selection | None:
@@ -156,7 +156,7 @@ def decode_sentence(part: Part, loaded: loading.Loaded, batches: Sequence[texts.
 
 
 def refuse_many_rows(site_calls: Sequence[SiteCall], heads: Sequence[int] | None) -> None:
-    """Raise UsageError if the requested heads have more rows, or more tokens, than a report keeps."""
+    """Raise UsageError if the requested heads have too many attention rows or tokens for a report."""
     shapes = [(*each.call.query.shape[1:3], each.call.key.shape[2]) for each in site_calls]
     longest = max((max(queries, keys) for _, queries, keys in shapes), default=0)
     rows = sum((count if heads is None else len(heads)) * queries for count, queries, _ in shapes)
@@ -164,12 +164,12 @@ def refuse_many_rows(site_calls: Sequence[SiteCall], heads: Sequence[int] | None
         problem = f"--show attention supports sequences of at most {MOST_TOKENS} tokens, but these have {longest}."
         raise UsageError(problem, f"Add --length {MOST_TOKENS}.")
     if rows > MOST_ROWS:
-        problem = f"--show attention keeps at most {MOST_ROWS:,} rows (heads × queries), but these heads have {rows:,}."
+        problem = f"--show attention supports at most {MOST_ROWS:,} rows (heads × queries), but there are {rows:,}."
         raise UsageError(problem, "Choose fewer heads with --layers or --heads, or fewer tokens with --length.")
 
 
 def attention_rows(query_key: QueryKey, sentence: Sentence | None) -> list[AttentionRows]:
-    """Return each head's attention rows in the batch's first sequence, padding removed; [] if it is only padding."""
+    """Return each head's attention rows for a batch's first sequence, without padding; [] if all is padding."""
     first = next((sequence for row, sequence in split_sequences(query_key) if row == 0), None)
     if first is None:
         return []

@@ -36,7 +36,8 @@ class NearShares:
     """Fit of γ, the weight of near keys, that minimises Σ KL(original ‖ hybrid) over queries with near and far keys.
 
     The derivative with respect to log γ is Σ γN/(γN + F) minus the sum of the original shares of near keys; the
-    derivative increases with γ. N is the weight of a query's near keys at γ = 1, and F that of its far keys and sink.
+    derivative increases with γ. N is the weight of a query's near keys at γ = 1, and F is the weight of
+    the far keys and the sink.
     """
 
     kernel: Kernel  # the hybrid with its fitted parameters, and γ = 1
@@ -44,7 +45,7 @@ class NearShares:
     odds: list[Float[Tensor, "heads queries"]] = field(default_factory=list)  # log N/F, by batch
 
     def update(self, call: Call) -> None:
-        """Add a batch: append log(N/F) of each query and its share of near keys in the original model."""
+        """Add a batch: append each query's log(N/F) and original share of near keys."""
         assert self.kernel.near is not None  # noqa: S101  # only hybrids have γ
         whole = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
         near = positions(call, self.kernel.near).keys_kept(self.kernel.near, *whole)
@@ -68,21 +69,21 @@ class NearShares:
 
 
 MOST_FITTED = 128  # maximum number of calibration sequences that a fit reads
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # weights tried between the typed parameters (0) and the fitted ones (1)
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # tried weights between the user's parameters (0) and fitted parameters (1)
 TINIEST = 1e-30  # lower bound on attention weights in logarithms
 
 
 @dataclass
 class Search:
-    """Search, per head, between the typed and the fitted parameters for the least KL(original ‖ new) of attention rows.
+    """Search, for each head, between the user's and the fitted parameters for the smallest KL(original ‖ new).
 
-    Least squares gives all scores equal weight, but softmax depends mainly on the large ones, so the fitted parameters
-    can have a larger KL than the typed ones.
+    Least squares gives all scores equal weight, but softmax depends mainly on the large scores. The fitted parameters
+    can therefore have a larger KL than the user's parameters.
     """
 
-    kernel: Kernel  # the kernel as typed
-    typed: dict[str, float]  # parameters before the fit
-    fitted: dict[str, Tensor]  # parameters after the fit
+    kernel: Kernel  # kernel with the user's parameters
+    typed: dict[str, float]  # the user's parameters
+    fitted: dict[str, Tensor]  # the parameters after the fit
     divergence: Tensor = field(default_factory=lambda: torch.zeros(()))  # Σ KL, (shares, heads)
 
     def update(self, call: Call) -> None:
@@ -96,7 +97,7 @@ class Search:
         self.divergence = self.divergence + torch.stack(divergences)
 
     def at(self, share: Tensor) -> dict[str, Tensor]:
-        """Interpolate between the user's parameters (`share` 0) and the fitted ones (1); `share` can differ by head."""
+        """Interpolate between the user's (`share` 0) and the fitted parameters (1); `share` can differ by head."""
         return {
             name: self.typed[name] + share.reshape(-1, *[1] * (part.dim() - 1)).to(part) * (part - self.typed[name])
             for name, part in self.fitted.items()
@@ -114,7 +115,7 @@ def _append_sink(call: Call, rows: Tensor) -> Tensor:
 
 
 def fit(setup: SwapSetup, batches: texts.Batches, progress: AddSteps) -> hooks.Swaps:
-    """Fit the swaps' parameters per head: in closed form, then by `NearShares` (hybrids) or `Search` (typed values)."""
+    """Fit parameters per head in closed form; refine the weights of near keys, and parameters that the user set."""
     swaps = setup.swaps
     fits = _create_fits(swaps)
     map_fits = [(site, each) for site, each in fits.items() if isinstance(each, MapsFit)]
@@ -139,7 +140,7 @@ def fit(setup: SwapSetup, batches: texts.Batches, progress: AddSteps) -> hooks.S
 
 
 def expand_parameters(setup: SwapSetup, batches: Iterable[texts.Batch]) -> hooks.Swaps:
-    """Expand each unfitted trainable parameter from one typed value to one row per head, as after a fit."""
+    """Return the swaps with the value of each unfitted trainable parameter copied to every head."""
     unfitted = {site: swap for site, swap in setup.swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
     expanded = dict(setup.swaps)
     fits = _create_fits(unfitted)
@@ -167,7 +168,7 @@ def _update_fits(
     batches: Iterable[texts.Batch],
     progress: AddSteps = lambda _: None,
 ) -> None:
-    """Run the original model on each batch; pass the calls at each fit's site (swapped heads, unpadded) to the fit."""
+    """Run the original model on each batch; pass the swapped heads' calls, without padding, to each site's fit."""
 
     def answer(site: Site, call: Call) -> None:
         if site in fits:
@@ -219,13 +220,13 @@ def set_rotations(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]]) -> Non
     for site, fit in before:
         turn = by_site[site]
         if isinstance(turn, str):
-            problem = f"{site.name}: the keys before rotation are unknown: {turn}."
+            problem = f"At {site.name}, the keys before rotation are unknown: {turn}."
             raise UsageError(problem, "Omit rotation=before, or exclude this layer with --layers.")
         fit.turn = turn
 
 
 def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Sequence[Fed]) -> None:
-    """Set the output metric of fits that need one. Raise ModelError if predictions or gradients are missing."""
+    """Set the output metric of fits with metric=output. Raise ModelError if predictions or gradients are missing."""
     by_output = [(site, fit) for site, fit in fits if fit.by_output]
     first, left = list[Fed](), SEQUENCES if by_output else 0
     for batch in fed:
@@ -240,7 +241,7 @@ def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Seq
 
 
 def find_turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
-    """Return the rotation of each site's keys as frequencies, or the reason why it is unknown."""
+    """Return the rotation of each site's keys as frequencies, or the reason if it is unknown."""
     inputs = texts.placeholder(loaded, 64, 0).batches[0].inputs
     site_calls = [each for each in hooks.survey(loaded.model, inputs) if each.site in sites]
     rotations = zip(site_calls, model_weights.rotations(loaded.model, site_calls), strict=True)

@@ -81,7 +81,7 @@ class SwapSession:
     options: SwapRequest  # for `ranks` and `heal`, only the options that swap-kernel also has
     settings: Settings
     task: Task
-    evaluated: texts.Batches  # the evaluated sequences, as cut
+    evaluated: texts.Batches  # the evaluated sequences
     fed: list[Fed]  # the evaluated sequences with their targets
     design: Design  # how the evaluated sequences were sampled
     progress: Progress
@@ -89,7 +89,7 @@ class SwapSession:
     train: Callable[[KernelRun, texts.Batches], None] | None = None  # adds a stage `healed`; None: no training
     calibrated: texts.Batches | None = None  # the text for fitting and healing
     rank_parts: Sequence[texts.Batches] = ()  # parts of the calibration text used to choose ranks
-    prompts: Prompts | str = "nothing is generated"  # prompts to continue greedily, or why there are none
+    prompts: Prompts | str = "nothing is generated"  # prompts to continue greedily, or the reason if there are none
     shared: float = 0.0  # share of the evaluated tokens that the calibration text also contains
     sites: tuple[Site, ...] = ()
     chosen: dict[Site, tuple[int, ...] | None] = field(default_factory=dict)  # swapped sites and heads (None: all)
@@ -103,7 +103,7 @@ class SwapSession:
     measures: SweptMeasures | None = None  # computed at the first sweep of heads
 
     def survey(self) -> None:
-        """Find and verify all sites; select the requested sites. Raise UsageError if a kernel is undefined at one."""
+        """Find and verify all sites, and select the requested sites. Raise UsageError for an undefined kernel."""
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
             self.identity_error = checks.require_identity(self.loaded, self.probe)
@@ -145,7 +145,7 @@ class SwapSession:
 
     @property
     def probe(self) -> dict[str, Tensor]:
-        """Inputs of the first two evaluated sequences (or of the only one), used for the checks."""
+        """Inputs of the first two evaluated sequences (or of the only sequence), used for the checks."""
         return texts.first(self.fed[0].inputs, 2)
 
     @property
@@ -160,7 +160,7 @@ class SwapSession:
 
     @cached_property
     def continuation(self) -> tuple[Continuations | str, list[str]]:
-        """The original model's continuations of the prompts, or why they are missing; and notes for the report."""
+        """The original model's continuations of the prompts (or the reason if missing), and notes for the report."""
         if isinstance(self.prompts, str):
             return self.prompts, []
         requested, limit = self.options.generate, position_limit(self.loaded.model)  # the limit includes prompts
@@ -211,12 +211,12 @@ class ChangedModel:
     weights: Mapping[str, Tensor] = field(default_factory=dict)  # healed weights by name
     path: Route | None = None  # None: the requested path
     differences: Differences | None = None
-    agreement: Agreement | str | None = None  # of greedy continuations, or why it is unknown; None: not measured
+    agreement: Agreement | str | None = None  # of greedy continuations, or the reason if unknown; None: not measured
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str) -> Outcome:
         """Return differences and agreement of continuations as a record.
 
-        `window` is the number of keys for `beyond_window`, or the reason why there is no number.
+        `window` is the number of keys for `beyond_window`, or the reason if there is no number.
         """
         assert self.differences is not None  # noqa: S101  # measured before anything is recorded
         outcome = self.differences.outcome(seed, texts, window)
@@ -249,7 +249,7 @@ class ControlSwap:
 
 
 def kernels_by_site(swaps: hooks.Swaps) -> tuple[tuple[Site, str], ...]:
-    """Return the pairs (site, kernel's spelling), which identify kernels that have no fitted parameters."""
+    """Return the pairs (site, spelling of the kernel), which identify kernels without fitted parameters."""
     return tuple((site, swap.kernel.spelling) for site, swap in swaps.items())
 
 
@@ -274,7 +274,7 @@ def format_kernels(kernels: Iterable[Kernel]) -> str:
 
 
 def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | None:
-    """Compute how many values a swapped head stores, averaged over sites; None if there is no attention matrix."""
+    """Compute the mean number of values that a swapped head stores; None if there is no attention matrix."""
     if any(swap.kernel.info.form == "output" for swap in swaps.values()):
         return None
     states = [(state_numbers(swap.kernel, shapes[site]), shapes[site]) for site, swap in swaps.items()]
@@ -283,7 +283,7 @@ def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The sizes of a site's key-value cache."""
+    """Sizes of a site's key-value cache."""
 
     heads: int  # number of key heads
     head_dim: int
@@ -292,7 +292,7 @@ class CacheShape:
 
     @classmethod
     def of(cls, call: Call, chosen: Collection[int] | None) -> CacheShape | None:
-        """Return the sizes of the cache that the chosen query heads read; None if other heads read a part of it."""
+        """Return the sizes of the cache that the chosen query heads read; None if other heads share this cache."""
         owners = {head: chosen is None or head in chosen for head in range(call.query.shape[1])}
         read, shared = ({call.key_heads[head] for head in owners if owners[head] is own} for own in (True, False))
         sizes = call.key.shape[-1], call.value.shape[-1], call.key.element_size()
@@ -304,7 +304,7 @@ class CacheShape:
 
 
 def compute_cache(swaps: hooks.Swaps, caches: Mapping[Site, CacheShape | None]) -> Pair | str:
-    """Compute the bytes per token in the caches of swapped sites, before and after; or return why there are none."""
+    """Compute the bytes per token in the swapped sites' caches, before and after; return a reason if undefined."""
     before = after = 0.0
     for site, swap in swaps.items():
         cache, numbers = caches.get(site), cached_numbers(swap.kernel)
@@ -334,7 +334,7 @@ def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list
 
 
 def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: Mapping[Site, HeadShape]) -> int | str:
-    """Return the widest window of the kernel, else of its same-size control, else 64; or why no window applies."""
+    """Return the widest window of the kernel, else of the same-size control, else 64; or the reason if none applies."""
     windows = [each.model.swaps for each in controls if each.role == "same size" and each.model is not None]
     for kernels in (swaps, *windows):
         filters = [swap.kernel.filter or swap.kernel.near for swap in kernels.values()]
@@ -348,7 +348,7 @@ def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: M
 
 
 def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlSwap:
-    """Build the sink-window control that stores as many numbers as each site's kernel, or record why there is none."""
+    """Build the sink-window control that stores as many numbers as the kernel; give a reason if there is none."""
     if any(site.part == "cross" for site in swaps):
         return ControlSwap("same size", None, reason=CROSSING)
     windows: dict[Site, hooks.Replacement] = {}
@@ -374,7 +374,7 @@ def map_kernels(
     change: Callable[[Kernel], Kernel],
     weights: Mapping[str, Tensor] | None = None,
 ) -> ControlSwap:
-    """Build the control whose kernel at each site is `change` applied to the swapped kernel."""
+    """Build a control by applying `change` to the swapped kernel of each site."""
     changed = {site: hooks.Replacement(change(swap.kernel), swap.heads) for site, swap in swaps.items()}
     return ControlSwap(role, ChangedModel(changed, weights or {}, EXACT), mean_state(changed, shapes))
 
@@ -388,9 +388,9 @@ class KernelResult(TypedDict):
 
     swap: Swap
     plan: Plan | None
-    window: int | str  # keys beyond which losses are reported for this kernel, or why there is no number
+    window: int | str  # number of keys beyond which losses are reported, or the reason if there is none
     notes: list[str]  # notes for the settings of the report
-    losses: dict[str, list[Tensor]]  # joined fields of TokenLosses, by stage or by the number of a control
+    losses: dict[str, list[Tensor]]  # results of TokenLosses.join, by stage or by number of the control
     windows: dict[str, Tensor]  # values per window, by measure; one column per stage
 
 
@@ -401,7 +401,7 @@ class RankStep(Protocol):
         """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on the text."""
 
     def choose(self, run: KernelRun) -> hooks.Swaps:
-        """Return the swap with the chosen ranks, and add notes to the run's record."""
+        """Return the kernels with the chosen ranks, and add notes to the run."""
 
     def record(self, run: KernelRun) -> Plan:
         """Return the record of the chosen ranks, with the costs of the measured stages."""
@@ -416,7 +416,7 @@ class KernelRun:
     stages: dict[str, ChangedModel]  # the model at each stage: swapped, fitted, healed
     store: Store | None = None  # stores parts of long computations
     controls: list[ControlSwap] = field(default_factory=list)
-    window: int | str = ""  # keys beyond which losses are reported, or why there is no number
+    window: int | str = ""  # number of keys beyond which losses are reported, or the reason if there is none
     state: float | None = None  # number of values stored per swapped head; None if there is no attention matrix
     healing: Healing | None = None
     notes: list[str] = field(default_factory=list)  # for the settings of the report
@@ -481,11 +481,11 @@ class KernelRun:
 
     @property
     def keep(self) -> Keep:
-        """Function that stores and reuses parts of long computations; without a store, it only computes them."""
+        """Function that stores and reuses parts of long computations; without a store, the parts are only computed."""
         return keep_nothing if self.store is None else self.store.compute
 
     def start_stage(self, stage: str, total: int) -> AddSteps:
-        """Start a stage; with several kernels, its name includes the kernel. Return a function that adds steps."""
+        """Start a stage, labelled with the kernel if there are several kernels; return a function that adds steps."""
         label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
         return start_stage(self.session.progress, label, total)
 
@@ -518,7 +518,7 @@ class KernelRun:
             self.notes += describe_guessing(torch.cat(first.before), torch.cat(first.counts), names, vocabulary)
 
     def _prepare_control(self, control: ControlSwap) -> None:
-        """Reuse an equal control of another kernel; run one pass, and store the reason if the control is refused."""
+        """Reuse an equal control of another kernel; run one pass, and store the reason if the control can't run."""
         if control.model is None:
             return
         if not any(swap.kernel.fitted for swap in control.model.swaps.values()):
@@ -531,7 +531,7 @@ class KernelRun:
 
     @property
     def control_models(self) -> list[ChangedModel]:
-        """Models of all controls that exist and were not refused."""
+        """Models of all controls that exist and can run."""
         return [control.model for control in self.controls if control.model is not None]
 
     def measure(self, models: Iterable[ChangedModel]) -> None:
@@ -544,7 +544,7 @@ class KernelRun:
             model.differences = differences
 
     def _generate(self) -> None:
-        """Count the tokens that each stage and control generates before its first difference from the original."""
+        """Count the tokens that stages and controls generate before the first difference from the original model."""
         models = [model for model in (*self.stages.values(), *self.control_models) if model.agreement is None]
         add_steps = self.start_stage("generate", len(models) + 1)
         original, notes = self.session.continuation
@@ -602,7 +602,7 @@ class KernelRun:
 
     @property
     def fitted(self) -> list[str]:
-        """Names of the parameters chosen per head from text, except for those still at their random initialisation."""
+        """Names of the parameters chosen per head from text, except parameters that are still random."""
         kernel = next(iter(self.last.swaps.values())).kernel
         start = set() if kernel.info.fit_reads or "healed" in self.stages else set(kernel.own_fitted)
         return sorted(set(kernel.chosen) - start)
@@ -630,7 +630,7 @@ class KernelRun:
     def _sweep(self, swap: Swap) -> Swap:
         """Return `swap` with the effects of heads or layers and, for heads, predictors.
 
-        If interrupted, return `swap` with only a note added.
+        If the sweep is interrupted, add only a note.
         """
         session, options, swaps, seed = self.session, self.session.options, self.last.swaps, self.session.seed
         fitted = hash_json(hash_parameters(swaps))

@@ -38,24 +38,24 @@ from attnlens.runs.swap.saved import UnsavedError, save_swapped
 from attnlens.runs.work import Compute, WorkPlan, run_units
 
 FILES = ("text", "pairs", "image", "audio", "adapter", "calibration", "prompts", "ranks", "save")
-"""Options that name files. They are not facts of a run, but the contents of the input files are."""
+"""Options that name files. The facts of a run contain the contents of input files instead of their names."""
 FITTING = 32  # number of calibration sequences to cut for a fit
 Model = str | PathLike[str] | loading.Loaded  # name or path of a model, or a model in memory
 
 
 @dataclass(kw_only=True)
 class SwapWork(SwapSession):
-    """The work of one run, in one unit per kernel."""
+    """A run of one or more kernels, with one unit of work per kernel."""
 
     request: KernelRequest
     start: float  # start of the run, `time.perf_counter`
     stored: bool  # True if finished units are stored
-    call: tuple[object, ...] = ()  # arguments of `open_run`, for worker processes; empty if there are none
+    call: tuple[object, ...] = ()  # arguments of `open_run`, for worker processes; empty without workers
     last: ChangedModel | None = None  # the last model that this process measured
 
     @cached_property
     def facts(self) -> dict[str, object]:
-        """Everything that determines the results of the units."""
+        """Facts that determine the results of the units."""
         prompts, left_out = self.prompts, {*SharedRequest.model_fields, *FILES}
         batches = [self.evaluated, self.calibrated, *self.rank_parts]
         analyzers = registry.select_sweep_analyzers()
@@ -127,7 +127,7 @@ class SwapWork(SwapSession):
         return report
 
     def read_unit(self, name: str) -> KernelResult:
-        """Run one kernel; finished parts of its fit, sweep and healing are stored until the kernel is finished."""
+        """Run one kernel; parts of fits, sweeps and healing are stored until the kernel is finished."""
         kernel = self.kernels[name]
         store = None if self.store is None else self.store.inside(name)
         swaps = {site: Replacement(kernel, heads) for site, heads in self.chosen.items()}
@@ -139,7 +139,7 @@ class SwapWork(SwapSession):
 
 
 def open_run(model: str, kernels: tuple[str, ...], request: SwapRequest) -> tuple[Mapping[str, object], Compute]:
-    """Prepare a run again in a worker process; return its facts and the function that computes a unit."""
+    """Prepare a run in a worker process; return the facts and the function that computes a unit."""
     work = prepare("swap-kernel", model, swap_kernels(kernels, request), request)
     return work.facts, work.read_unit
 
@@ -152,14 +152,14 @@ def swap_kernel(
     """Compare loss, predictions and hidden states of a model under other kernels with those of the original model.
 
     `kernels` is one spelling, or several, as on the command line (`rbf:gamma=1+window:64`). If `model` is a name,
-    finished work is stored, and the same call resumes from the stored work. Raise UsageError, ModelError, TextError,
+    finished work is stored, and a repeated call reuses the stored work. Raise UsageError, ModelError, TextError,
     OutputError, IdentityError, and Interrupted, which contains the finished results.
     """
     return swap_work(model, words("kernels", kernels), request, progress).finish()
 
 
 def swap_work(model: Model, kernels: tuple[str, ...], request: SwapRequest, progress: Progress = silent) -> SwapWork:
-    """Check the options, load the model, and return the work of `swap_kernel`, which has not yet started."""
+    """Check the options and load the model; return the run of `swap_kernel` without starting it."""
     check_work(model, request)
     work = prepare("swap-kernel", model, swap_kernels(kernels, request), request, progress)
     work.call = (str(model), kernels, request)
@@ -167,7 +167,7 @@ def swap_work(model: Model, kernels: tuple[str, ...], request: SwapRequest, prog
 
 
 def check_work(model: Model, request: KernelRequest) -> None:
-    """Raise UsageError or OutputError if units can't be stored, or can't be distributed as the options request."""
+    """Raise UsageError or OutputError if units can't be stored or distributed as the options require."""
     if isinstance(model, loading.Loaded):
         feeding.refuse_work(request)
     else:
@@ -185,7 +185,7 @@ def prepare(
     train: Callable[[KernelRun, texts.Batches], None] | None = None,
     sequences: Callable[[int], int] = lambda _tokens: FITTING,
 ) -> SwapWork:
-    """Load the model, cut the texts, find and check the sites, and return the work of the run.
+    """Load the model, cut the texts, find and check the sites, and return the prepared run.
 
     `sequences` returns the required number of calibration sequences, given their length in tokens.
     """
@@ -235,9 +235,9 @@ def prepare(
 
 
 def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut, *, named: bool) -> None:
-    """Cut the text for fits, ranks and training, and describe it in the settings.
+    """Cut the calibration text for fits, ranks and training, and record the text in the settings.
 
-    `named` is False if the text is the evaluated one, cut into other windows.
+    `named` is False if the calibration windows come from the evaluated text.
     """
     if cut.image or cut.audio:
         problem = "Fitting, choosing ranks and healing would use the same images or sounds as the evaluation."
@@ -259,7 +259,8 @@ def _cut_calibration(session: SwapSession, contents: Sequence[texts.Content], cu
         share = f"{100 * session.shared:.0f} % of the evaluated tokens"
         if named:
             problem = f"The calibration text ({Text.of(merged).name}) contains {share}."
-            raise TextError(problem, "Choose another --calibration text, or omit it to use windows not evaluated.")
+            remedy = "Choose another text, or omit --calibration to use windows that are not evaluated."
+            raise TextError(problem, remedy)
         problem = f"The text is repetitive: {share} are in passages that the calibration windows also contain."
         raise TextError(problem, "Give a separate --calibration text, or a less repetitive --text.")
     unknown = {name: share for part in batches for name, share in part.unknown.items()} if named else {}

@@ -43,7 +43,7 @@ class UnsavedError(OutputError):
 
 
 class SavedSite(Record):
-    """One site of the model: fields of `records.Site`, and the swapped heads."""
+    """Record of one site: the fields of `records.Site`, and the swapped heads."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -56,7 +56,7 @@ class SavedSite(Record):
 
 
 class SavedSwap(Record):
-    """The content of attnlens.json."""
+    """Content of attnlens.json, which describes a saved swap."""
 
     kernel: str  # spelled as on the command line
     sites: list[SavedSite]  # all sites of the model, in execution order
@@ -126,8 +126,8 @@ class Swapped:
     """A model whose attention uses another kernel until `close` is called."""
 
     model: PreTrainedModel  # ready for any tool that runs a transformers model
-    tokenizer: PreTrainedTokenizerBase | None  # the model's tokenizer, if it has one
-    kernel: str  # the kernel's spelling
+    tokenizer: PreTrainedTokenizerBase | None  # the model's tokenizer, if any
+    kernel: str  # kernel as spelled on the command line
     replacing: ExitStack  # context of the replacement
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ def _convert_errors(place: Path) -> Iterator[None]:
         yield
     except ValidationError as error:
         first = error.errors()[0]
-        problem = f"{FACTS} is not what --save writes ({'.'.join(map(str, first['loc']))}: {first['msg']})"
+        problem = f"{FACTS} was not written by --save ({'.'.join(map(str, first['loc']))}: {first['msg']})"
     except (*FAILURES, OSError, SafetensorError, AttnlensError) as error:
         problem = first_line(error).rstrip(".")
     else:
@@ -198,7 +198,7 @@ def _read_facts(place: Path) -> tuple[SavedSwap, dict[str, Tensor]]:
 
 
 def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> None:
-    """Raise ValueError if a weight file is missing, is not listed in attnlens.json, or has another hash than listed."""
+    """Raise ValueError if a weight file is missing, is not listed in attnlens.json, or has a different hash."""
     present = {path.name for path in place.glob("*.safetensors")}
     changed = {name for name, digest in digests.items() if facts.files.get(name, digest) != digest}
     if wrong := sorted(present ^ facts.files.keys() | changed):
@@ -209,7 +209,7 @@ def _check_sites(facts: SavedSwap, site_calls: Sequence[hooks.SiteCall]) -> None
     """Raise ValueError if attnlens.json lists other sites than the model has, or invalid swapped heads or layers."""
     sites = [SavedSite.model_validate(each.site) for each in site_calls]
     if [saved.model_copy(update={"heads": None}) for saved in facts.sites] != sites:
-        raise ValueError(f"{FACTS} lists attention that the model lacks, or omits attention that it has")
+        raise ValueError(f"{FACTS} lists attention that the model lacks, or omits attention of the model")
     for saved, each in zip(facts.sites, site_calls, strict=True):
         heads = saved.heads or []
         if len(set(heads)) != len(heads) or not set(heads) <= set(range(each.call.query.shape[1])):

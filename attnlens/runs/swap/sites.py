@@ -38,7 +38,7 @@ class SwapSetup:
     loaded: Loaded
     sites: tuple[Site, ...]  # all sites of the model
     swaps: hooks.Swaps  # the kernel and heads of each swapped site
-    task: Task = "hidden"  # what the model predicts
+    task: Task = "hidden"  # prediction task
     seed: int = 0
     path: Route = "auto"  # implementation of attention
 
@@ -50,9 +50,9 @@ MASKS = {"decoder_input_ids": "decoder_attention_mask", "input_ids": "attention_
 
 
 def refuse_random(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> None:
-    """Raise IdentityError if a user's kernel, computed twice on the same inputs, gives different outputs.
+    """Raise IdentityError if a user's kernel gives different outputs for the same inputs.
 
-    Both computations are in one forward pass, because every pass starts with the same random state.
+    The outputs are computed twice in one forward pass, because every pass starts with the same random state.
     """
 
     def visit(site: Site, call: Call) -> None:
@@ -82,9 +82,9 @@ class LeakTest:
     user: str = ""  # name of the kernel if a user registered it; the remedy is then to correct the kernel
 
     def measure(self, sites: Sequence[Site]) -> dict[str, float | str]:
-        """Return `causality_error` and `mask_error`, each a number or the reason for a missing number.
+        """Return `causality_error` and `mask_error`; each is a number, or the reason if it can't be measured.
 
-        Raise IdentityError on a leak.
+        Raise IdentityError if outputs depend on later tokens or on padding.
         """
         decodes = any(site.part == "decoder" for site in sites)
         causality: float | str = "every token of this model can attend to every other token"
@@ -118,7 +118,7 @@ class LeakTest:
         return self._check(pair, slice(None), "the padding's content changes", "attends to padding")
 
     def _check(self, pair: Sequence[Mapping[str, Tensor]], positions: slice, when: str, flaw: str) -> float | str:
-        """Return the relative difference of the outputs, or why it is unknown.
+        """Return the relative difference of the outputs, or the reason if it is unknown.
 
         Raise IdentityError if the difference is large only with the new kernel.
         """
@@ -141,7 +141,7 @@ class LeakTest:
 
 
 def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
-    """Replace the last tokens by random padding; if `left`, put it in front, and start counting positions after it."""
+    """Replace the last tokens by random padding; if `left`, move the padding to the start and shift positions."""
     ids, mask = inputs["input_ids"].clone(), inputs["attention_mask"].clone()
     padding = min(PADDING, ids.shape[1] // 2)
     ids[:, -padding:] = _draw_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
@@ -179,7 +179,7 @@ def _relative_difference(
 
 
 def _output_tensors(result: ModelOutput) -> Iterator[Tensor]:
-    """Yield floating-point outputs, also nested ones (CLIP's text model), and the last hidden states, in order."""
+    """Yield the floating-point outputs, including nested outputs (CLIP's text model), and the last hidden states."""
     for name, value in result.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             yield value
@@ -190,7 +190,7 @@ def _output_tensors(result: ModelOutput) -> Iterator[Tensor]:
 
 
 def _draw_ids(loaded: Loaded, like: Tensor, seed: int) -> Tensor:
-    """Draw random ids in the shape of `like`; placeholders in `like` (such as those of images) are kept."""
+    """Draw random ids in the shape of `like`; placeholders in `like` (such as those of images) do not change."""
     vocabulary, special = texts.vocabulary(loaded.model) or texts.CHARACTERS, texts.placeholder_ids(loaded.model)
     plain = torch.tensor([number for number in range(vocabulary) if number not in special])
     drawn = plain[torch.randint(len(plain), like.shape, generator=torch.Generator().manual_seed(seed))].to(like)
@@ -267,7 +267,7 @@ def choose_sites(
     for site, count in heads_of.items():
         if site.is_among(layers) and part in (None, site.part):
             present = None if heads is None else tuple(head for head in heads if head < count)
-            if present != ():  # a site with fewer heads than others can lack all of the requested ones
+            if present != ():  # a site with fewer heads than others can lack all requested heads
                 chosen[site] = present
     if not chosen:
         parts = ", ".join(sorted({site.part for site in heads_of}))
@@ -308,11 +308,11 @@ PRIMAL = (
     "mask, the scores are those of running means of queries and keys; without a mask, a token sees no other token "
     "(except through samples)."
 )
-CONSTANT = 1e-4  # largest relative spread of the norms of keys that count as equally long; at least 2 eps of the dtype
+CONSTANT = 1e-4  # largest relative standard deviation of the norms of equally long keys; at least 2 eps of the dtype
 
 
 def measure_sites(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> tuple[list[SiteSwap], list[str]]:
-    """Compare each swapped site's outputs with its original kernel's for the same inputs; return records and notes."""
+    """Compare each swapped site's outputs under the new and the original kernel; return records and notes."""
     records, counts, path = list[SiteSwap](), Counter[str](), setup.path
 
     def visit(site: Site, call: Call) -> None:
@@ -343,7 +343,7 @@ def measure_sites(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> tuple[list[
 
 
 def _special_properties(call: Call, kernel: Kernel) -> dict[str, bool]:
-    """Return, for each property that notes can mention, whether it applies to a site."""
+    """Return the properties of a site that notes can mention, with True for those that apply."""
     norms, group = call.key.double().norm(dim=-1), int(kernel.parameters.get("group", 1))
     spread = max(CONSTANT, 2 * torch.finfo(call.key.dtype).eps)
     return {
@@ -381,8 +381,8 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]
         yield f"All keys of a head have the same length at {where}; there, {info.name} is {info.equal_lengths}."
     if kernel.oracle:
         yield (
-            "For analysis only: the kept parts are computed from the logits of whole sequences of the evaluated text, "
-            "so no model can use them."
+            "For analysis only: the kernel is computed from the logits of whole sequences of the evaluated text, so it "
+            "cannot be used in a model."
         )
     elif info.caution:
         yield info.caution

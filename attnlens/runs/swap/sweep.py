@@ -138,7 +138,7 @@ def _predictor(name: str, alone: UnitEffects, measures: SweptMeasures, p: tuple[
     )
 
 
-Unit = tuple[Site, int | None]  # A site and the number of one of its heads, or None for all
+Unit = tuple[Site, int | None]  # a site, and the number of a head or None for all heads
 
 
 def list_units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> list[Unit]:
@@ -152,7 +152,7 @@ def list_units(swaps: hooks.Swaps, what: str, heads_of: Mapping[Site, int]) -> l
 class UnitEffects:
     """Effects of individually swapped units on each sequence with predictions."""
 
-    units: list[Unit]  # the units, each of which was swapped alone
+    units: list[Unit]  # individually swapped units
     original: Float[Tensor, " windows"]  # loss of the original model; 0 if distances are compared
     changed: Float[Tensor, "units windows"]  # loss, or distance from the original, with each unit swapped
     sizes: Float[Tensor, " windows"]  # weight of each sequence in the mean
@@ -200,9 +200,9 @@ def sweep(
     progress: AddSteps,
     keep: Keep = keep_nothing,
 ) -> UnitEffects:
-    """Measure the loss (or distance) with each unit swapped alone; reuse outputs of earlier blocks.
+    """Measure the loss (or distance) with each unit swapped alone; blocks before the unit are not computed again.
 
-    `keep` stores each result.
+    `keep` stores and reuses results.
     """
     blocks, task = hooks.blocks(setup.loaded.model, batches[0].inputs), setup.task
     before: list[Tensor] = []
@@ -265,7 +265,7 @@ def _losses(original: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
     """Compute each sequence's mean loss; for noise, KL(original ‖ new); without predictions, 1 − cosine of states."""
     if task == "hidden":
         distance = 1 - torch.nn.functional.cosine_similarity(original.double(), new.double(), dim=-1)
-        # rows can be windows of an image, or hold all images
+        # rows can be windows of an image, or contain all images
         distance = distance.reshape(texts.sequences_in(fed.inputs), -1)
         mask = fed.inputs.get("attention_mask", torch.ones_like(distance))
         mask = mask if mask.shape == distance.shape else torch.ones_like(distance)
@@ -278,7 +278,7 @@ def _losses(original: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
 
 
 def _sequence_weights(fed: Fed, task: Task) -> Tensor:
-    """Return each sequence's weight in means: its number of predicted (for `hidden`, real) tokens; 1 if unknown."""
+    """Return each sequence's weight in means: the number of predicted (`hidden`: real) tokens, or 1 if unknown."""
     if task == "hidden" and "attention_mask" in fed.inputs:
         return fed.inputs["attention_mask"].sum(1).double().cpu()
     if fed.targets is None:
