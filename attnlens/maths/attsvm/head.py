@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TIE = 1e-6
 """Scores are tied if they differ by at most this share of a query's largest |score|, about 10 roundings of float32."""
-MOST_CONSTRAINTS = 2**15  # Most constraints of a problem: 100 MB of differences of 384 numbers
+MOST_CONSTRAINTS = 2**15  # Most constraints of a problem: 100 MB of differences if d is 384
 MOST_EQUALITIES = 2**11
 """Most equalities of a problem: their factor takes 32 MB and a fraction of a second."""
 TOLERANCE = 1e-8  # Relative duality gap of a head's SVM; the relative error of its norm is at most half of the gap
@@ -55,7 +55,7 @@ class FactoredForm:
 
 @dataclass(frozen=True)
 class Scene:
-    """One sequence as a head sees it: tokens, queries and visible copies."""
+    """Tokens and queries of one sequence, and the number of copies of each token that a query can see."""
 
     tokens: Float[Tensor, "keys d"]  # Tokens x from which queries select
     queries: Float[Tensor, "queries d_query"]  # Queries z, which select tokens
@@ -108,7 +108,7 @@ class HeadProblem:
 
 
 def count_copies(tokens: Float[Tensor, "keys d"], allowed: Flags) -> Int[Tensor, "queries keys"]:
-    """Count the copies of each token that a query sees: stored at the first visible copy; 0 at all other positions."""
+    """Count the visible copies of each token for each query, at the first visible copy; all other entries are 0."""
     if not len(tokens):
         return allowed.int()
     kind = torch.unique(tokens, dim=0, return_inverse=True)[1]
@@ -245,15 +245,15 @@ class Nearness:
 
     @property
     def shares(self) -> Float[Tensor, " queries"]:
-        """Margins divided by `best`; the minimum, the efficiency, is 1 iff M has the SVM's direction, else less."""
+        """Margins divided by `best`. The minimum, or efficiency, is at most 1, and 1 iff M has the SVM's direction."""
         return self.margins / self.best
 
 
 def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Nearness | str:
     """Compare a head with the SVM of its selections, or return the reason why they cannot be compared.
 
-    `scenes` are those from which the queries were chosen, or others with equal scores. If sets of several tokens are
-    selected, M − W_fin is compared with the SVM instead of M; W_fin is the form of least norm that has M's score
+    `scenes` are the scenes from which the queries were chosen, or scenes with equal scores. If sets of several tokens
+    are selected, M − W_fin is compared with the SVM instead of M; W_fin is the form of least norm that has M's score
     differences inside the sets. Trained forms tend to W_fin + R · W_mm for growing R, so only M − W_fin can meet the
     equalities.
     """
@@ -273,16 +273,16 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
     whole = projected_norm(problem, form)
     squared = whole**2
     if bool(problem.equal.any()):
-        # W_fin solves the problem of only the equalities, with the head's score differences: u W z = u M z.
+        # W_fin solves the problem with only the equalities and the head's score differences: u W z = u M z.
         equalities = problem.equal.nonzero().flatten()
         finite = solve(replace(problem.select(equalities), margins=gaps[equalities]), tolerance=TOLERANCE)
         if finite.W is None:
             return "no form reproduces the head's score differences among the selected tokens"
         gaps = gaps - problem.scores(finite.W)
         squared -= float(finite.W.square().sum())
-    # Strict: if M equals W_fin, at most this much rounding remains.
+    # Strict: if M equals W_fin, rounding leaves at most this norm.
     if not squared > (SPAN * whole) ** 2:
-        return "the head's form does not distinguish any tokens here"
+        return "the head's form does not distinguish the tokens of these sequences"
     free, size = ~problem.equal, squared**0.5
     least = gaps.new_full((len(problem.queries),), torch.inf)
     least = least.scatter_reduce(0, problem.query_of[free], gaps[free], "amin") / size

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Multipliers = Float[Tensor, " constraints"]
     Matrix = Float[Tensor, "d d_query"]
 
-PATIENCE = 8  # Number of steps without a better bound after which rounding dominates
+PATIENCE = 8  # Steps without a better bound after which rounding is assumed to dominate
 LEAST_CENTRING = 1e-6
 """Lower limit on the ratio whose cube is Mehrotra's centring, because the ratio is 0 if the affine step ends at the
 border."""
@@ -140,7 +140,7 @@ def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tupl
         factor = (b[needed] / scores[needed]).max()
     short = np.where(equal, np.abs(factor * scores - b), (b - factor * scores).clip(min=0.0))
     if short.max() <= max(MISSING * tolerance, LEAST_MISSING):
-        # Violations, which are corrected later, increase P by twice their price λ: with λ once, W = 0 would give P = D.
+        # Violations are corrected later; each adds twice λ times its size to P. With λ once, W = 0 would give P = D.
         P = factor * np.linalg.norm(constraints.corner(point.X), "nuc") + 2 * np.abs(multipliers) @ short
     return float(P), float(b @ multipliers)
 
@@ -184,7 +184,7 @@ class Newton:
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
     def move(self, direction: Point, share: float) -> Point:
-        """Return the point after a primal and a dual step of min(1, share · t); the step t ends at the border."""
+        """Return the point after primal and dual steps of length min(1, share · t); length t ends at the border."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
         dual = to_border(self.whiteners[1], direction.S, share)
@@ -278,7 +278,7 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
 
 
 def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit: int) -> Solution:
-    """Solve a problem: alternate between solving a working set, refining W and λ, and adding violated constraints."""
+    """Solve a problem by solving a working set, refining W and λ, and adding violated constraints, repeatedly."""
     # Start with all constraints of a small problem, else with the equalities and the Frobenius solution's support.
     count, support = len(problem.margins), (problem.equal | frobenius.support).nonzero().flatten()
     working = support if count > SMALL and len(support) else torch.arange(min(count, SMALL))

@@ -1,4 +1,4 @@
-"""Att-SVM problems: functions that build them, solutions with their certificates, and checks of arguments."""
+"""Att-SVM problems, their solutions with certificates, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NEGLIGIBLE = 1e-9
 
 @dataclass(frozen=True)
 class Problem:
-    """Problem of finding the smallest W (d × d_query) with u_cᵀ W z_q(c) ≥ b_c (= b_c where `equal`), in float64.
+    """Problem of finding the W (d × d_query) of least norm with u_cᵀ W z_q(c) ≥ b_c (= b_c where `equal`), in float64.
 
     u_c = x_α − x_t is a difference of two tokens, and z_q(c) is the constraint's query (Tarzanagh et al. 2023, Eq. 2).
     """
@@ -50,7 +50,7 @@ class Problem:
     differences: Float[Tensor, "constraints d"]  # u_c, one row per constraint
     queries: Float[Tensor, "queries d_query"]  # z, one row per query
     query_of: Int[Tensor, " constraints"]  # Index of each constraint's query
-    margins: Each  # b_c: 1, a given margin, or the log-ratio of two weights
+    margins: Each  # b_c: 1, another margin, or the logarithm of the ratio of two weights
     equal: Bool[Tensor, " constraints"]  # True for equality constraints (inside a set of selected tokens)
 
     @property
@@ -151,7 +151,7 @@ def selection(
 def prompt(tokens: Tokens, chosen: Chosen, margins: Margins | None = None) -> Problem:
     """Build the problem (k_α − k_t)ᵀ p ≥ b of a prompt p (Tarzanagh et al. 2023): a `selection` with the queries z = 1.
 
-    `tokens` are the keys k; the other arguments and the errors are those of `selection`.
+    `tokens` are the keys k; the other arguments are as in `selection`. Raises the same errors as `selection`.
     """
     tokens = as_finite("tokens", tokens, 3)
     return selection(tokens, torch.ones(len(tokens), 1).double(), chosen, margins=margins)
@@ -358,10 +358,10 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
 
     The gap is (P − D)/P, where P is ½‖W‖² of the scaled W(λ), and D = (Σλb)²/(2‖W(λ)‖²) ≤ min ½‖W‖² ≤ P. Negative λ of
     inequalities are set to 0, so that D is a bound for any λ. Scaling cannot remove violations r of constraints with b
-    ≤ 0 or equalities with b ≠ 0: if all r are rounding, P increases by Σ|λ|r, their first-order price; otherwise the
-    result is `inaccurate` with an infinite gap. λ is scaled so that Σλb = ‖W(λ)‖². If λ proves that no W exists, the
-    result is `infeasible`, without W. Raises UsageError if λ has the wrong length or is not finite, and the errors of
-    `solve`.
+    ≤ 0 or equalities with b ≠ 0. If all r are rounding, Σ|λ|r, the first-order cost of removing them, is added to P;
+    otherwise the result is `inaccurate` with an infinite gap. λ is scaled so that Σλb = ‖W(λ)‖². If λ proves that no W
+    exists, the result is `infeasible`, without W. Raises UsageError if λ has the wrong length or is not finite, and the
+    same errors as `solve`.
     """
     check_solvable(problem, tolerance)
     if multipliers.shape != problem.margins.shape or not multipliers.isfinite().all():

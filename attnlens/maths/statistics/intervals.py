@@ -1,4 +1,4 @@
-"""Standard errors, intervals, p-values and false discovery rates over windows or texts; nulls of measures."""
+"""Standard errors, intervals, p-values and false discovery rates over windows or texts; null distributions."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ stats = LazyModule("scipy.stats")
 
 LEVEL = 0.95  # Confidence level of all intervals and bounds
 DRAWN_BYTES = 2**26  # Bytes of random factors processed at once: all draws together can exceed memory
-MEDIAN_DRAWS = 2000  # Draws of all heads for the null of a median, whose sd is then known to 1/√4000, 1.6 %
-MEDIAN_ERROR_DRAWS = 1000  # Bootstrap samples for the standard error of a median, which is then known to 1/√2000, 2.2 %
+MEDIAN_DRAWS = 2000  # Draws of all heads for the null of a median: the sd is then known to 1/√4000, 1.6 %
+MEDIAN_ERROR_DRAWS = 1000  # Bootstrap samples for the standard error of a median: it is then known to 1/√2000, 2.2 %
 DRAWS = 20_000  # Bootstrap samples for a p-value: among 300 heads, the smallest p must be able to fall below 0.05/300
 MOST_WINDOWS = 256  # Most windows that are bootstrapped: the effect of skewness on Student's t falls with √windows
 ENOUGH = 50  # Samples beyond a unit's score after which its bootstrap ends: p is then accurate (Besag & Clifford 1991)
@@ -146,10 +146,10 @@ def paired_difference(
     """Return of(mean after) − of(mean before) over windows, with its 95 % interval.
 
     The interval is a studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are
-    resampled with both values of each window, and the quantiles of (θ* − θ)/se* turn the sample's error into an
-    interval. Student's t is used if the design has fewer than eight `exchangeable` draws, or if the error is 0. If
-    `weights` (each window's number of tokens) are given, means are over tokens. `of` is the identity (None), exp
-    (perplexity) or log. Pairs with a NaN do not count; all three numbers are NaN if no pair remains.
+    resampled with both values of each window, and the standard error is multiplied by the quantiles of (θ* − θ)/se*.
+    Student's t is used if the design has fewer than eight `exchangeable` draws, or if the error is 0. If `weights`
+    (each window's number of tokens) are given, means are over tokens. `of` is the identity (None), exp (perplexity) or
+    log. Pairs with a NaN do not count; all three numbers are NaN if no pair remains.
     """
     (present,) = (~(after - before).isnan()).nonzero(as_tuple=True)
     if not len(present):
@@ -189,7 +189,7 @@ def _contrast(
 def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, "*rest"]:
     """Return the standard error of each entry's mean over windows, ignoring NaN.
 
-    It is the square root of `Design.variance`: sd/√n for windows of one text, and NaN for a single draw.
+    It is the square root of `Design.variance`: sd/√n for windows of one text, and NaN for a single window or text.
     """
     rows = values.double().movedim(0, -1)
     present = (~rows.isnan()).double()
@@ -209,7 +209,7 @@ def median_error(
     """Return, for each group of heads, the standard error of the median of the heads' means over windows.
 
     It is the sd over bootstrap samples of windows, widened by `Design.widening`. Every sample averages all heads over
-    the same windows, because heads that read the same text are not independent. NaN if there is only one draw.
+    the same windows, because heads that read the same text are not independent. NaN without degrees of freedom.
     """
     if design.freedom < 1 or not len(values):
         return [math.nan] * len(groups)
@@ -259,9 +259,9 @@ def _student_p(scores: PerUnit, freedom: int) -> PerUnit:
 
 
 def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return q for each p: the least false discovery rate at which its hypothesis is rejected.
+    """Return the q-value of each p-value: the least false discovery rate at which its hypothesis is rejected.
 
-    The method is that of Benjamini & Hochberg (1995). NaN stays NaN and does not count as a hypothesis.
+    The method is due to Benjamini & Hochberg (1995). NaN stays NaN and does not count as a hypothesis.
     """
     rates = torch.full_like(p_values, torch.nan, dtype=torch.float64)
     present = ~p_values.isnan()
