@@ -223,7 +223,7 @@ class Search:
             self.adopt(steps[best])
 
     def _gain(self, parts: Parts) -> int:
-        """Return how many unexplained heads a prediction explains; −1 if it has a wrong shape or worsens any other head."""
+        """Return how many unexplained heads a prediction explains; −1 if explained heads no longer match."""
         total = 0
         for name in parts:
             if name not in self.open:
