@@ -177,7 +177,7 @@ class Selector:
 
     A selector stores the first sequence, and further sequences if the total is at most MOST_TOKENS tokens. It stores
     the module's inputs if M on these inputs is known, otherwise queries and keys. With a position bias, nothing is
-    stored or solved. For the null, the form in each space is rotated randomly on both sides, and then selects again.
+    stored or solved. For the null, each form is rotated randomly on both sides, and the selection is repeated.
     """
 
     def __init__(self, place: GatheringPlace) -> None:
@@ -222,7 +222,7 @@ class Selector:
         return {head: self._answer(head, *solutions) for head, solutions in zip(heads, by_head, strict=True)}
 
     def scenes(self, head: int) -> list[Scene]:
-        """Return the stored sequences as one head sees them, in the first space."""
+        """Return the stored sequences as scenes of one head, in the first space."""
         return [stored.scene(head) for stored in self.stored if head in stored.place_of]
 
     def nearness(self, head: int) -> Nearness | str:

@@ -17,7 +17,7 @@ True
 
 Three functions handle long sequences; no command uses the last two.
 
-- `dual`, for a kernel with finitely many features (cosine, random features): exact, in O(tokens · features²), without
+- `dual`, for a kernel with finitely many features (cosine, random features): exact, in O(tokens · features²) without
   forming K.
 - `truncated`, for a dense K that fits in memory, such as attention over more than a thousand tokens: it computes only
   the s leading components.
@@ -99,7 +99,7 @@ def centre_rows(x: Queries) -> Queries:
 def random_features(
     x: Float[Tensor, "*batch n head_dim"], scale: float, count: int, seed: int = 0
 ) -> Float[Tensor, "*batch n count"]:
-    """Compute positive random features φ with the expected inner product E⟨φ(q), φ(k)⟩ = exp(s⟨q, k⟩), in float64.
+    """Return positive random features φ(x) in float64, with the expected inner product E⟨φ(q), φ(k)⟩ = exp(s⟨q, k⟩).
 
     φ_i(x) = exp(⟨ω_i, x√s⟩ − s‖x‖²/2)/√count (Choromanski et al. 2021, Lemma 1), with Gaussian ω in orthogonal blocks;
     s is `scale`. The exponent is at most ‖ω‖²/2, about head_dim/2, so exp does not overflow for any usual head_dim.
@@ -279,7 +279,7 @@ def _pack(left: Tensor, right: Tensor, values: Float[Tensor, "some core"], borde
 
 
 def _truncate(packed: Float[Tensor, "*batch rows core"], n: int, s: int) -> Dual:
-    """Unpack the first s components; zero components with σ at or below the threshold; n is the number of queries."""
+    """Unpack the first s components for n queries; set components with σ at or below the threshold to zero."""
     # Strict: a zero matrix has threshold 0, and none of its values is above it.
     above = packed[..., -2, :s] > packed[..., -1, :s]
     first = torch.where(above[..., None, :], packed[..., :-1, :s], 0.0)
@@ -342,8 +342,8 @@ def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystr
     """Compute feature maps from a block W = K(x_I, y_J); `dual` of the features approximates the SVD of all of K.
 
     Use this function if K does not fit in memory. Build the block from `sampled_rows` of queries and keys. Pass
-    K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both results to `dual`, as in the example of
-    `attnlens.maths.ksvd`.
+    K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both results to `dual`; the module docstring has
+    an example.
 
     The result is exact if W has the rank of K and s is at least this rank. Otherwise, with k = n' = m' = s and W
     invertible, the error is at most σ_{k+1}(K) · ‖K(·, y_J)W⁻¹‖₂ · ‖V_J⁻¹‖₂, where V_J consists of the sampled rows of

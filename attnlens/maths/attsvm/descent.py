@@ -1,4 +1,4 @@
-"""Normalised gradient descent on one-layer attention, for many trials at once, and its problem instances."""
+"""Normalised gradient descent on one-layer attention for many trials at once."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Instances:
     """True for tokens in the softmax, as in a causal mask; None: all tokens."""
 
     def anchor(self, chosen: Int[Tensor, "trials n"]) -> Anchored:
-        """Return the tokens anchored at the chosen token of each instance."""
+        """Return the tokens as differences from the chosen token of each instance."""
         index = chosen[..., None, None].expand(-1, -1, 1, self.tokens.shape[-1])
         token = self.tokens.gather(2, index)
         differences = self.tokens - token
@@ -106,7 +106,7 @@ class Instances:
         return Anchored(chosen, token.squeeze(2), differences, pulls if self.allowed is None else pulls & self.allowed)
 
     def anchor_first(self) -> Anchored:
-        """Return the tokens anchored at the first allowed token of each instance."""
+        """Return the tokens as differences from the first allowed token of each instance."""
         first = self.labels.new_zeros(self.labels.shape) if self.allowed is None else self.allowed.byte().argmax(-1)
         return self.anchor(first.long())
 

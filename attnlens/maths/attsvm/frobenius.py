@@ -92,7 +92,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 
 @dataclass(frozen=True)
 class Separability:
-    """Decision whether any W meets the constraints u W z ≥ b, and its proof.
+    """Result of `separable`: whether any W meets the constraints u W z ≥ b, with a proof.
 
     The proof is λ: a multiple of Σλ u zᵀ meets the constraints, or Σλ u zᵀ = 0 < Σλb (Gordan 1873, Farkas 1902).
     """
@@ -349,7 +349,7 @@ def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[nda
     """Minimise ½λᵀGλ − bᵀλ over λ ≥ 0 by exchanging all wrong signs at once (Kim and Park 2011, Alg. 2).
 
     `support` is the first guess. Returns None if a block of G is singular up to rounding, or if the exchanges do not
-    settle; the caller then uses `damped_step`.
+    converge; the caller then uses `damped_step`.
     """
     fewest, patience = len(bounds) + 1, PIVOTS
     while patience:

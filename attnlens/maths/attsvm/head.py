@@ -1,4 +1,4 @@
-"""The selection problem of an attention head, and how close the head is to its SVM."""
+"""The selection problem of an attention head, and the comparison of the head with its SVM."""
 
 from __future__ import annotations
 
@@ -125,10 +125,10 @@ def choose(
 ) -> Selections:
     """Select up to `most` queries, those with the largest weight p_max on a token, and the tokens that they select.
 
-    A query selects the token of the largest score or, with `top_p`, the fewest tokens with at least that share of the
+    A query selects the token with the largest score or, with `top_p`, the fewest tokens with at least this share of the
     weight. A query is omitted if it selects all visible tokens, or if it sees less than half as many tokens as another
     query of its sequence (early in a causal sequence, p_max is near 1 because there are few tokens). A query is omitted
-    and counted as a tie if its least score of a selected token equals its largest score of another token within TIE.
+    and counted as a tie if its scores of a selected and another token are equal within TIE.
     Fewer queries are chosen if there would be more than MOST_CONSTRAINTS constraints or MOST_EQUALITIES equalities.
     """
     longest = max((len(scene.tokens) for scene in scenes), default=1)

@@ -51,7 +51,7 @@ SLACK = 5e-12  # Rounding allowed for a violated constraint, relative to the lar
 
 @dataclass(frozen=True)
 class Constraints:
-    """Constraints u_cᵀ W z_c ≥ b_c (= b_c where `equal`), one per row, all of about unit size."""
+    """Constraints u_cᵀ W z_c ≥ b_c (= b_c where `equal`), one per row, scaled to about unit size."""
 
     u: Float[ndarray, "constraints d"]
     z: Float[ndarray, "constraints d_query"]
@@ -89,9 +89,9 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Point:
-    """Interior point: X ≻ 0, s > 0 (primal); λ > 0, S ≻ 0 (dual, exactly feasible); at equalities s = 0 and λ is free.
+    """Interior point with X ≻ 0, s > 0 (primal), λ > 0 and S ≻ 0 (dual); at equalities, s = 0 and λ has any sign.
 
-    A direction is also a Point: the change of each field in a Newton step.
+    The dual variables are exactly feasible. A Newton direction is also a Point: the change of each field.
     """
 
     X: Block
@@ -132,7 +132,7 @@ def interior_point(constraints: Constraints, size: float, goal: float, limit: in
 
 
 def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tuple[float, float]:
-    """Return bounds P ≥ D on the least ‖W‖_*: P from W, the corner of X (∞ if W is clearly infeasible); D from λ."""
+    """Return bounds P ≥ D on the least ‖W‖_*: P from the corner W of X (∞ if W is clearly infeasible), D from λ."""
     b, equal = constraints.b, constraints.equal
     multipliers = point.multipliers / max(float(np.linalg.norm(constraints.form(point.multipliers), 2)), EPS)
     scores, needed, factor, P = constraints.scores(point.X) / 2, ~equal & (b > 0), 1.0, np.inf
@@ -184,7 +184,7 @@ class Newton:
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
     def move(self, direction: Point, share: float) -> Point:
-        """Return the point after primal and dual steps of length min(1, share · t); length t ends at the border."""
+        """Return the point after primal and dual steps of length min(1, share · t), where length t reaches the border."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
         dual = to_border(self.whiteners[1], direction.S, share)

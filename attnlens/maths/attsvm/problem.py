@@ -60,7 +60,7 @@ class Problem:
 
     @cached_property
     def gram(self) -> Float[Tensor, "constraints constraints"]:
-        """Gram matrix G: the inner products of the constraints' matrices u zᵀ; for small problems only."""
+        """Gram matrix G of the constraints' matrices u zᵀ, for small problems only."""
         u, z = self.differences, self.queries
         return (u @ u.mT) * (z @ z.mT)[self.query_of][:, self.query_of]
 
@@ -125,7 +125,7 @@ def selection(
 
     `chosen` contains the index of the token α that each query selects, and `margins` the b of each sample, 1 by
     default. A duplicate of the chosen token gives a constraint that cannot be met if b > 0. Raises UsageError for
-    shapes or indices that do not fit, numbers that are not finite, and a chosen token that is not allowed; raises
+    mismatched shapes, invalid indices, numbers that are not finite, and a chosen token that is not allowed; raises
     UnposedError if no query sees a second token.
     """
     tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
@@ -308,7 +308,7 @@ def as_mask(name: str, mask: Mask | None, samples: int, length: int) -> Mask:
 
 
 def as_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask | None) -> tuple[Tokens, Queries, Mask, Mask]:
-    """Return tokens, queries, sets O_i and visible tokens; raise UsageError if they do not fit each other."""
+    """Return tokens, queries, sets O_i and visible tokens; raise UsageError if they are inconsistent."""
     tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
     visible, sets = (as_mask(*mask, *tokens.shape[:2]) for mask in (("allowed", allowed), ("sets", sets)))
     if len(queries) != len(tokens):

@@ -1,4 +1,4 @@
-"""Name the cause of the difference between two attention layers: permutations, exchanges, factors, grids, low rank.
+"""Find the cause of the difference between two attention layers, such as permutations, quantisation or low rank.
 
 A hypothesis is a map T with few parameters, fitted in closed form. `diagnose` searches for hypotheses, alone or in
 pairs, with T(A) = B up to rounding, where A is the first layer and B the second.

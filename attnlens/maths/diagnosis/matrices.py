@@ -1,4 +1,4 @@
-"""Structural hypotheses on whole matrices: exchanged, misplaced, wrongly split, transposed, or changed in basis."""
+"""Structural hypotheses on whole matrices: exchange, misplacement, wrong split, transposition, change of basis."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _take_roles(
 
 
 def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that two or all of W_Q, W_K and W_V are exchanged in all heads, or W_Q and W_K in some heads."""
+    """Propose that two or three of W_Q, W_K and W_V are exchanged in all heads, or W_Q and W_K in some heads."""
     shapes = {
         role: first.weight(role).shape
         for role in present_roles(first, second, roles=("query", "key", "value"))

@@ -254,8 +254,8 @@ class Search:
     def _fit_tensors(self, layer: Layer, before: tuple[Step, ...]) -> bool:
         """Adopt for each part the first hypothesis on single tensors that explains the part's unexplained heads.
 
-        Return True if any hypothesis does. `layer` is the current prediction after the structural steps `before`, which
-        are then adopted first.
+        Return True if any part is explained. `layer` is the current prediction after the structural steps `before`,
+        which are adopted first if a part is explained.
         """
         fit_groups: dict[tuple[str, str], list[tuple[str, Fit, Tensor]]] = defaultdict(list)
         for name, heads in self.open.items():

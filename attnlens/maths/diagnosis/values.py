@@ -1,4 +1,4 @@
-"""Hypotheses on single tensors: rounding, lost or shifted values, one factor, a grid of levels, low rank."""
+"""Hypotheses on single tensors: rounding, lost or shifted values, factors, quantisation, updates of low rank."""
 
 from __future__ import annotations
 

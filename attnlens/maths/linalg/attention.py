@@ -49,7 +49,7 @@ def first_weight(query_key: QueryKey) -> PerHead:
 
 
 def even_weight(query_key: QueryKey) -> PerHead:
-    """Return the `first_weight` of uniform attention: the mean of 1/(keys seen) over queries that see ≥ 2 keys.
+    """Return the `first_weight` of uniform attention: the mean of 1/(visible keys) over queries that see ≥ 2 keys.
 
     A sink logit counts as a key in the denominator.
     """

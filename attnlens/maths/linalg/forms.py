@@ -39,7 +39,7 @@ def symmetry(form: Form) -> PerHead:
     """Return (‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 if M is symmetric, −1 if M is skew.
 
     S and A are the symmetric and skew parts of M (Saponati et al. 2025), C is W_KᵀW_Q, and G_Q and G_K are the Gram
-    matrices of W_Q and W_K. Under rotation the value is Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions or, if
+    matrices of W_Q and W_K. Under rotation, the value is Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions or, if
     angles are not multiples of a distance (images), over all pairs of positions. NaN for a zero matrix.
     """
     rotation = form.query_key.rotation
@@ -95,7 +95,7 @@ def directionality(form: Form) -> PerHead:
     """Return (r − c)/(r + c) in [−1, 1]; r (c) is the sum of the norms of M's rows (columns) above mean + 2 sd.
 
     The sign is that of Saponati et al. 2025; the value is 0 if no norm exceeds these limits. Squared row norms are
-    diag(W_Q G_K W_Qᵀ). Under rotation they are proportional to diag(W_Q Σ_i R(i) G R(i)ᵀ W_Qᵀ), where G is the Gram
+    diag(W_Q G_K W_Qᵀ). Under rotation, they are proportional to diag(W_Q Σ_i R(i) G R(i)ᵀ W_Qᵀ), where G is the Gram
     matrix of the stacked [W_K R(j)]_j. Column norms are analogous.
     """
     query_gram, key_gram = form.query_gram, form.key_gram
@@ -362,7 +362,7 @@ class Form:
 
     @property
     def inertia(self) -> tuple[PerHead, PerHead]:
-        """Number of positive μ and number of negative μ, beyond eps · size · max|μ|; each is 0 … head_dim."""
+        """Numbers of positive and of negative μ beyond eps · size · max|μ|, each at most head_dim."""
         eigenvalues = self.symmetric_eigenvalues
         border = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * eigenvalues.abs().amax(-1, keepdim=True)
         # Strict on both sides: an eigenvalue at the border is zero up to rounding, as are those of a zero matrix.

@@ -1,4 +1,4 @@
-"""Singular values, ranks, the number of features that attention needs, plans that lower ranks, the thread pool."""
+"""Singular values, ranks, the number of features that attention needs, optimal rank reductions, the thread pool."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _can_fit(attention: Matrix, visible: Matrix, start: Matrix, directions: Dire
 
 
 def _kernel_error(kernel: Matrix, attention: Matrix, visible: Matrix) -> float:
-    """Return the mean total variation between attention and the kernel, normalised over visible pairs and any sink."""
+    """Return the mean total variation between attention and the normalised kernel; a sink keeps its weight."""
     weights = kernel * visible
     total = weights.sum(-1, keepdim=True) + (1 - attention.sum(-1, keepdim=True)).clamp(min=0)
     return float(_total_variation(weights / torch.where(total > 0, total, torch.nan), attention, visible.sum(-1)))

@@ -181,7 +181,7 @@ def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
 def visible_rank(query_key: QueryKey, share: float) -> PerHead:
     """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for σ of the row-centred visible scores; NaN if all are zero.
 
-    For long heads, k is also NaN if `least_rank` cannot prove it.
+    For long heads, the result is also NaN if `least_rank` cannot prove k.
     """
 
     def rank(head: QueryKey) -> float:
@@ -259,7 +259,7 @@ def _exceeds_rounding(norm: Norms, scores: Norms, keys: int) -> Bool[Tensor, "*b
 
 
 def _sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some sums"]:
-    """Concatenate ‖L‖² of the scores L, their sums per key and their sums per distance."""
+    """Return the squared norm of the scores, their sums per key and their sums per distance, concatenated."""
     energy = scores.flatten(1).norm(dim=1, keepdim=True).square()
     return torch.cat((energy, scores.sum(-2), distance_sums(scores)), -1)
 

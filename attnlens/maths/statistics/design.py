@@ -87,7 +87,7 @@ class LinearCKA:
 
     @property
     def value(self) -> float | None:
-        """CKA in [0, 1]: 1 if Y is X rotated and scaled; None if all states of one model are equal."""
+        """CKA in [0, 1], which is 1 if Y is X rotated and scaled; None if all states of one model are equal."""
         x, y = self._sums
         pairs = ((x, y), (x, x), (y, y))
         cross, x_norm, y_norm = (
@@ -111,7 +111,7 @@ class Design:
 
     @classmethod
     def of(cls, names: Sequence[object], over: Literal["windows", "texts"] | None = None) -> Design:
-        """Build the design from the name of each window's text; default: over="texts" for five or more texts."""
+        """Build the design from the name of each window's text; by default, over="texts" for five or more texts."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         over = over or ("texts" if len(numbers) >= FEWEST_TEXTS else "windows")
         return cls(tuple(numbers[name] for name in names), over)
@@ -128,7 +128,7 @@ class Design:
 
     @property
     def clustered(self) -> bool:
-        """True if texts were sampled."""
+        """True if the sampled units are texts."""
         return self.over == "texts"
 
     @property

@@ -102,7 +102,7 @@ def robust_z(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 class Interval(NamedTuple):
-    """A number with the ends of its interval; the ends are NaN if there is no interval."""
+    """A number and its confidence interval; the ends are NaN if there is no interval."""
 
     value: float
     low: float
