@@ -433,7 +433,7 @@ def regulariser(objectives: Float[Tensor, "*batch layers heads"], convention: Co
 
 def _check_convention(convention: str) -> None:
     if convention not in get_args(Convention):
-        raise UsageError(f"Unknown convention of the objective J: {convention!r}.", 'Write "paper" or "code".')
+        raise UsageError(f"Unknown convention of the objective J: {convention!r}.", 'Pass "paper" or "code".')
 
 
 def principal_angles(left: Left, right: Left) -> Float[Tensor, "*batch s"]:

@@ -232,7 +232,7 @@ def _step(parts: Parts, D: BilinearForm, lr: float, normaliser: Normaliser, floo
 
 
 def unit(slope: Slope, floor: PerTrial) -> Slope:
-    """Return slope/(‖slope‖ + floor); 0 stays 0. Entries are scaled so that squares cannot underflow."""
+    """Return slope/(‖slope‖ + floor); a zero slope stays 0. Entries are scaled so that squares cannot underflow."""
     largest = slope.abs().amax((-2, -1), keepdim=True)
     safe = torch.where(largest > 0, largest, 1.0)
     scaled = slope / safe
@@ -242,7 +242,9 @@ def unit(slope: Slope, floor: PerTrial) -> Slope:
 
 def _check(instances: Instances, parts: Parts, iterations: int, lr: float, loss: str, normaliser: str) -> None:
     if not (iterations >= 1 and math.isfinite(lr) and lr > 0):
-        raise UsageError(f"iterations={iterations} and lr={lr} must be positive and finite.", "Pass numbers above 0.")
+        raise UsageError(
+            f"iterations ({iterations}) and lr ({lr}) must be positive and finite.", "Pass finite numbers above 0."
+        )
     for option, value, type_ in (("loss", loss, Loss), ("normaliser", normaliser, Normaliser)):
         if value not in get_args(type_):
             raise UsageError(f"Unknown {option} {value!r}.", f"Choose from: {', '.join(get_args(type_))}.")
@@ -257,7 +259,7 @@ def _check(instances: Instances, parts: Parts, iterations: int, lr: float, loss:
     if len(parts) == 1:
         return
     if any((part == 0).all() for part in parts):
-        raise UsageError("K or Q is 0: the gradient of the other factor is then 0.", "Pass nonzero K and Q.")
+        raise UsageError("K or Q is 0, so the gradient of the other factor is 0.", "Pass nonzero K and Q.")
     if normaliser == "form" and iterations > most_iterations(lr):
         raise UsageError(
             f"K and Q could overflow float64 within {iterations} iterations with lr={lr}.",

@@ -426,7 +426,7 @@ def solve_by_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> Loads:
 
 
 def fit_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> tuple[Loads, float]:
-    """Return the λ ≥ 0 with the least ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖, and this norm; 0 and 1 if NNLS cycles."""
+    """Return the λ ≥ 0 with the least ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖, and this norm; if NNLS cycles, return 0 and 1."""
     target = np.zeros(rows.shape[1] + 1)
     target[-1] = 1.0
     try:

@@ -108,7 +108,7 @@ class HeadProblem:
 
 
 def count_copies(tokens: Float[Tensor, "keys d"], allowed: Flags) -> Int[Tensor, "queries keys"]:
-    """Count the visible copies of each token for each query, at the first visible copy; all other entries are 0."""
+    """Count the copies of each token that each query sees, in the entry of the first visible copy; others are 0."""
     if not len(tokens):
         return allowed.int()
     kind = torch.unique(tokens, dim=0, return_inverse=True)[1]
@@ -208,7 +208,7 @@ def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Hea
         query_of.append(torch.full_like(others[-1], row))
         queries.append(scene.queries[position])
     if not queries:
-        raise UnposedError("No query selects a token.", "Give sequences of at least two tokens.")
+        raise UnposedError("No query selects a token.", "Pass sequences of at least two tokens.")
     z, equal = torch.stack(queries), torch.cat(inside)
     basis = row_basis(z)
     problem = build_problem(torch.cat(differences), z @ basis, torch.cat(query_of), (~equal).double(), equal)

@@ -135,9 +135,9 @@ def selection(
     integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
     if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"Each of the {samples} samples needs a query, the integer index of the chosen token and, if margins "
-            "are given, a margin.",
-            "Give one query and one chosen token per sample; leave out margins if all are 1.",
+            f"`queries`, `chosen` and `margins` must have one entry for each of the {samples} samples, and `chosen` "
+            "must contain integers.",
+            "Pass one query and one index of a token per sample; omit `margins` if all are 1.",
         )
     rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)
     if not within.all() or not visible[rows, chosen].all():
@@ -179,7 +179,9 @@ def selection_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask |
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, allowed)
     sets, first = merge_duplicates(tokens, sets, visible)
     if not (first & ~sets).any():
-        raise UnposedError("Every query selects all tokens that it sees: nothing to separate.", "Select fewer tokens.")
+        raise UnposedError(
+            "Every query selects all tokens that it sees, so there is nothing to separate.", "Select fewer tokens."
+        )
     row, representative, other = pair_with_representatives(sets, first)
     inside, differences = sets[row, other], tokens[row, representative] - tokens[row, other]
     return build_problem(differences, queries, row, (~inside).double(), inside)
@@ -196,7 +198,7 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, None)
     weights = as_finite("weights", weights, 2)
     if weights.shape != sets.shape or not (weights[sets] > 0).all():
-        problem = "`weights` must contain one number per token, and a positive one for each selected token."
+        problem = "`weights` must contain one number per token, which must be positive for selected tokens."
         raise UsageError(problem, "Pass the attention weights of all tokens.")
     sets, first = merge_duplicates(tokens, sets, visible)
     same = find_equal_tokens(tokens).double()

@@ -223,7 +223,7 @@ class Search:
             self.adopt(steps[best])
 
     def _gain(self, parts: Parts) -> int:
-        """Return how many unexplained heads a prediction explains; −1 if explained heads no longer match."""
+        """Return how many unexplained heads a prediction explains; −1 if a head or the shape no longer fits."""
         total = 0
         for name in parts:
             if name not in self.open:

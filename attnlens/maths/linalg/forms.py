@@ -39,8 +39,8 @@ def symmetry(form: Form) -> PerHead:
     """Return (‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 if M is symmetric, −1 if M is skew.
 
     S and A are the symmetric and skew parts of M (Saponati et al. 2025), C is W_KᵀW_Q, and G_Q and G_K are the Gram
-    matrices of W_Q and W_K. Under rotation, the value is Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions or, if
-    angles are not multiples of a distance (images), over all pairs of positions. NaN for a zero matrix.
+    matrices of W_Q and W_K. Under rotation, the value is Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions or,
+    if angles are not multiples of a distance (images), over all pairs of positions. NaN for a zero matrix.
     """
     rotation = form.query_key.rotation
     if rotation is not None and not rotation.by_distance:
@@ -70,7 +70,7 @@ def layer_symmetry(query_key: QueryKey) -> float | None:
 
 
 def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
-    """Return the symmetry of Σ_h M_h, NaN for a zero matrix."""
+    """Return the symmetry of Σ_h M_h, or NaN for a zero matrix."""
     # Query heads with the same key head share a key factor, so their query factors can be summed first.
     kv_heads, rows, size = query_key.key.shape
     query_sums = query_key.query.new_zeros(kv_heads, size, rows, dtype=torch.float64)

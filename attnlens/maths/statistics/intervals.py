@@ -143,7 +143,7 @@ def paired_difference(
     draws: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """Return of(mean after) − of(mean before) over windows, with its 95 % interval.
+    """Return f(mean after) − f(mean before) over windows, with its 95 % interval; f is `of`.
 
     The interval is a studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are
     resampled with both values of each window, and the standard error is multiplied by the quantiles of (θ* − θ)/se*.
@@ -170,7 +170,7 @@ def paired_difference(
 def _contrast(
     pair: Float[Tensor, "2 windows"], weight: PerWindow, times: Samples, design: Design, of: Transform | None
 ) -> tuple[PerDraw, PerDraw]:
-    """Return of(mean after) − of(mean before) in each sample, and its standard error to first order (delta method)."""
+    """Return the difference of(mean after) − of(mean before) in each sample, and its delta-method standard error."""
     total = (times * weight).sum(-1)
     means = torch.stack([(times * weight * side).sum(-1) / total for side in pair])
     values, slopes = means, torch.ones_like(means)
@@ -220,7 +220,7 @@ def median_error(
 
 
 def p_values(differences: Float[Tensor, "units windows"], design: Design, weights: PerWindow, seed: int = 0) -> PerUnit:
-    """Return the two-sided p of each unit (row) for the hypothesis that its mean difference, weighted by tokens, is 0.
+    """Return the two-sided p-value of each row for the hypothesis that its mean difference, weighted by tokens, is 0.
 
     p is (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap, because Student's t reports nearly
     twice as many false effects as this bootstrap if heads' differences are skewed. If fewer than ENOUGH samples exceed
