@@ -43,15 +43,15 @@ def compare_with_base(query_key: QueryKey) -> Readings:
 
 
 SHARES = {  # Meaning and formula of the shares of a bilinear form, by part
-    "positive": ("is a positive definite kernel", "Σμ₊²/‖LJ‖², μ₊ the positive eigenvalues of JSJ"),
-    "negative": ("is the negative part of the symmetric kernel", "Σμ₋²/‖LJ‖², μ₋ the negative eigenvalues of JSJ"),
-    "skew": ("cannot be made symmetric by factors per query and key", "‖JAJ‖²/‖LJ‖²"),
-    "key": ("depends on the key alone", "n‖c‖²/‖LJ‖², c the centred column means of L"),
+    "positive": ("in a positive definite kernel", "Σμ₊²/‖LJ‖², μ₊ the positive eigenvalues of JSJ"),
+    "negative": ("in the negative part of the symmetric kernel", "Σμ₋²/‖LJ‖², μ₋ the negative eigenvalues of JSJ"),
+    "skew": ("in asymmetry that no factor per query or key removes", "‖JAJ‖²/‖LJ‖²"),
+    "key": ("explained by the key alone", "n‖c‖²/‖LJ‖², c the centred column means of L"),
 }
 EXTENDED = tuple(
     MeasureInfo(
         f"extended.share_{part}",
-        f"share of the score variance over all pairs, including hidden pairs, that {meaning} (not identified)",
+        f"share of the score variance {meaning}, over all pairs, including hidden pairs (not identified)",
         f"{formula}, L of all pairs",
         low=0,
         high=1,
@@ -128,7 +128,7 @@ HEAD_MEASURES = (
         f"order of the truncated series for attention {WITHIN}, if scores are first centred over the visible keys",
         CENTRED,
         ends="both",
-        use="If small, a polynomial of that degree in the centred scores could replace the exponential.",
+        use="If it is small, a polynomial of this degree in the centred scores could replace the exponential.",
     ),
 )
 FEATURES = tuple(info for measure in HEAD_MEASURES for info in (measure, _by_chance(measure)))

@@ -59,7 +59,7 @@ ATTENTION, ATTENTION_ENERGY = _curves("attention", "the attention matrix P", "P"
 TOKENS = (
     share(
         "ksvd.first_share",
-        "P's largest singular value as a share of the sum of all",
+        "share of P's largest singular value in the sum of all singular values",
         "σ₁/Σσ of the attention matrix P",
         scale=("many components of attention matter", "one component explains the attention"),
         missing=NO_ATTENTION,

@@ -42,11 +42,11 @@ DECIDED = selection_share(
     "selection.decided",
     "share of queries whose largest attention weight is at least ½",
     "share of queries with p_max ≥ ½",
-    scale=("no query decides for one key", "every query decides for one key"),
+    scale=("no query clearly prefers one key", "every query clearly prefers one key"),
     missing="no query sees a key",
     ends="largest",
     series=1,
-    use="Read this measure first: if it is small, an SVM of the selections describes little of the head.",
+    use="Read this measure first: if it is small, an SVM of the selections says little about the head.",
 )
 PROBLEM_MEASURES = (  # measures of the queries in the problem, which are the same in all spaces
     posed_measure(
@@ -67,14 +67,14 @@ PROBLEM_MEASURES = (  # measures of the queries in the problem, which are the sa
 SPACE_MEASURES = (  # measures that compare a head with the SVM of one space
     selection_measure(
         "margin",
-        "least margin {where} of selected tokens over the others, at unit norm, without W_fin; negative only for top-p",
+        "least margin of selected tokens over the others {where}, at unit norm of M − W_fin; negative only for top-p",
         "min ({x}_α − {x}_t)ᵀM′{z}/‖ΠM′‖, M′ = {M} − W_fin, Π onto span(U) ⊗ span(Z); W_fin = 0 for sets of one token",
         use="It depends on the tokens' norms: compare it only with its null; to compare heads, use the efficiency.",
         paper=f"{PAPER}, Eq. Att-SVM",
     ),
     selection_measure(
         "efficiency",
-        "ratio of the margin to the best possible {where}: 1 iff the head has the SVM's direction on these tokens",
+        "ratio of the margin to the best possible margin {where}; 1 iff the head has the SVM's direction there",
         "min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin; W_mm: the SVM",
         high=1,
         series=4,
@@ -108,11 +108,11 @@ SPACE_MEASURES = (  # measures that compare a head with the SVM of one space
         "support",
         "share of active constraints {where}, those with λ > 0 (not unique if constraints are redundant)",
         "share of constraints with λ > 0",
-        use="If small, few tokens determine the solution; --show selection marks them in the text.",
+        use="If it is small, few tokens determine the solution; --show selection marks them in the text.",
     ),
     selection_measure(
         "margins",
-        "least margin of each query in the SVM problem, divided by the best possible {where}, ascending",
+        "least margin of each query in the SVM problem, divided by the best possible margin {where}, ascending",
         "sorted min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin; W_mm: the SVM",
         curve=True,
         steps="query of the problem (ratios can exceed 1)",

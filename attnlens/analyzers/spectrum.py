@@ -74,7 +74,7 @@ UNIFORM = "attention is uniform, so its centred matrix is zero"
 TOKENS = (
     attention_share(
         "tokens.entropy",
-        "normalised entropy of attention: 0 on one key, 1 if uniform over the allowed keys (a sink counts as a key)",
+        "normalised entropy of attention: 0 for one key, 1 if uniform over the allowed keys (a sink counts as a key)",
         "mean over queries of −Σ p log p/log(allowed keys)",
         scale=("each query attends to a single key", "each query attends to all keys evenly"),
         missing="no query sees two keys",

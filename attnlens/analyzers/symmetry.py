@@ -29,7 +29,7 @@ WEIGHTS = (
     ),
     signed(
         "weights.symmetry",
-        "symmetry of M: 1 symmetric; 0 equal symmetric and antisymmetric parts; −1 antisymmetric. Under RoPE, over all "
+        "symmetry of M: 1 if symmetric, −1 if antisymmetric, 0 if both parts are equally large. Under RoPE, over all "
         "distances or positions",
         "(‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K); RoPE: Σ_Δ tr(M(Δ)M(−Δ))/Σ_Δ‖M(Δ)‖²",
         scale=(
@@ -49,7 +49,7 @@ WEIGHTS = (
         "dominance of a few input directions in the queries (rows, > 0) or the keys (columns, < 0); the null is wide",
         "(r − c)/(r + c), r (c) the sum of row (column) norms above mean + 2 sd; 0 if none is",
         scale=("a few input directions dominate the keys", "a few input directions dominate the queries"),
-        use="Call a head directional only beyond 2 sd of its null. The sign is the paper's, opposite to its code's.",
+        use="Call a head directional only beyond 2 sd of its null. The sign is that of the paper, not of its code.",
         paper="Saponati et al. 2025, directionality score",
     ),
     signed(
@@ -88,22 +88,22 @@ WEIGHTS = (
     ),
 )
 
-LONG = "more than 2,048² pairs and {}: reduce --length"  # the limit is LONG in attnlens.maths.linalg.long
-GAPS = LONG.format("a mask with gaps, or conjugate gradients did not converge")
+LONG = "more than 2,048² pairs, and {}: reduce --length"  # the limit is LONG in attnlens.maths.linalg.long
+GAPS = LONG.format("the mask has gaps or conjugate gradients did not converge")
 NOTHING_SEEN = "the logits depend on the query alone, which softmax ignores"
 HIDDEN = "the mask hides pairs, so the measure is not identified"
 KERNEL, SCORES = "kernel_shares", "score_shares"  # names of the totals to which the shares add up
 score_share = partial(share, missing=f"{NOTHING_SEEN}, or there are {GAPS}", headline=True, ends="largest")
 kernel_share = partial(  # defined only for heads that see all pairs
     score_share,
-    missing=f"{HIDDEN}, or {NOTHING_SEEN}, or there are {LONG.format('logits that are not bilinear')}",
+    missing=f"{HIDDEN}, or {NOTHING_SEEN}, or there are {LONG.format('the logits are not bilinear')}",
     identified="all pairs",
     wholes=(KERNEL,),
 )
 TOKENS = (
     kernel_share(
         "tokens.share_positive",
-        "share of the score variance in a positive definite kernel; heads that see all pairs",
+        "share of the score variance in a positive definite kernel, for heads that see all pairs",
         "Σμ₊²/‖LJ‖², μ₊ the positive eigenvalues of JSJ",
         scale=(
             "the scores are not those of a positive definite kernel",
@@ -114,24 +114,24 @@ TOKENS = (
     ),
     kernel_share(
         "tokens.share_negative",
-        "share of the score variance in the negative part of the symmetric kernel; heads that see all pairs",
+        "share of the score variance in the negative part of the symmetric kernel, for heads that see all pairs",
         "Σμ₋²/‖LJ‖², μ₋ the negative eigenvalues of JSJ",
         scale=("no part of the symmetric kernel is negative", "the negative part of the symmetric kernel dominates"),
-        use="A large share need not matter: swap-kernel --kernel negativeless measures the loss without it.",
+        use="A large share can be unimportant: swap-kernel --kernel negativeless measures the loss without it.",
     ),
     kernel_share(
         "tokens.share_skew",
-        "share of the score variance in asymmetry that no factor per query or key removes; heads that see all pairs",
+        "share of the score variance in asymmetry that no query or key factor removes, for heads that see all pairs",
         "‖JAJ‖²/‖LJ‖²",
         scale=(
             "attention is mutual, up to factors per query and key",
             "attention is one-way: i attends to j, but j not to i",
         ),
-        use="A large share need not matter: swap-kernel --kernel skewless measures the loss without it.",
+        use="A large share can be unimportant: swap-kernel --kernel skewless measures the loss without it.",
     ),
     share(
         "tokens.definite",
-        "share of sequences with a positive semidefinite symmetrised kernel matrix; heads that see all pairs",
+        "share of sequences with a positive semidefinite symmetrised kernel matrix, for heads that see all pairs",
         "λ_min(sym K) ≥ −n·eps·λ_max, K_ij = exp(L_ij − ρ_i + κ_i), ρ, κ row and column means; unit diagonal",
         missing=f"{HIDDEN}, or the test is undecided: the least eigenvalue is 0 within rounding, or there are more "
         "than 8,192 tokens and no 2 × 2 minor is negative",
@@ -141,7 +141,7 @@ TOKENS = (
     ),
     score_share(
         "tokens.share_key",
-        "share of the score variance explained by the key alone, whatever the query",
+        "share of the score variance explained by the key alone",
         "(R_a − R_ab)/R_a, R the squared residuals of L_ij ≈ a_i + b_j + c_{i−j}; all pairs: n‖c‖²/‖LJ‖²",
         scale=("the preferred key depends on the query", "all queries prefer the same keys"),
         self_only=False,
