@@ -142,9 +142,9 @@ def count_features(query_key: QueryKey) -> Readings:
     mean_i is over queries that see two keys or more. The Taylor order is that of Wright & Gonzalez, whose series uses
     the uncentred scores. Adding c to every key adds s⟨q, c⟩ to a query's scores; softmax ignores this term and the
     series does not, so only the centred order is identified. The rank is the smallest found among kernels that
-    approximate the visible weights; their values at hidden pairs are free. Windows in which no order suffices are left
-    out of the mean over windows, which is then too small; n is the number of remaining windows. The values by chance
-    use one draw of normal queries and keys for all windows.
+    approximate the visible weights, with any values at hidden pairs. Windows in which no order suffices are left out of
+    the mean over windows, which is then too small; n is the number of remaining windows. The values by chance use one
+    draw of normal queries and keys for all windows.
     """
     readings: Readings = {}
     for suffix, queries_keys in (("", query_key), ("_by_chance", linalg.gaussian_like(query_key))):

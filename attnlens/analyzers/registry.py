@@ -282,7 +282,7 @@ def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> lis
 
 
 def select_sweep_analyzers() -> list[Analyzer]:
-    """Return the analyzers for sweeps: those with `brief`, reduced to that measure, and others with `by_default`.
+    """Return the analyzers for sweeps: analyzers with `brief`, reduced to this measure, and others with `by_default`.
 
     Gatherings are left out.
     """
@@ -317,7 +317,7 @@ def measure_sources() -> dict[str, Source]:
 
 
 def find_measure(name: str) -> MeasureInfo:
-    """Return the MeasureInfo of a measure, curve, distance or change, without meaning and formula if it is unknown."""
+    """Return the MeasureInfo of a measure, curve, distance or change, with empty texts if it is unknown."""
     if name.startswith(CHANGE):
         measure = find_measure(name.removeprefix(CHANGE))
         meaning = f"second − first: {measure.meaning}" if measure.meaning else ""

@@ -113,7 +113,7 @@ def random_features(
 
 
 def sampled_rows(x: Queries, count: int) -> Sampled:
-    """Return `count` evenly spaced rows of X in float64, first to last; all n rows if n ≤ count.
+    """Return `count` evenly spaced rows of X in float64, from the first to the last; all n rows if n ≤ count.
 
     If count = 1, the result is the first row. In Chen et al. 2023, Eq. 6, such rows are the data-dependent projection F
     = X'. Raises UsageError if count < 1.

@@ -168,7 +168,7 @@ def choose(
 
 
 def share_decided(odds: Float[Tensor, " queries"]) -> float:
-    """Return the share of queries with p_max ≥ ½ among a sequence's queries that see a token; NaN if none does."""
+    """Return the share of queries with log-odds ≥ 0 (p_max ≥ ½) among those that see a token; NaN if none does."""
     return float((odds[~odds.isnan()] >= 0).double().mean())
 
 

@@ -104,7 +104,7 @@ def interior_point(constraints: Constraints, size: float, goal: float, limit: in
     """Return the best W and λ, and the number of steps until a bound last improved.
 
     `size` is the expected norm of W. The method stops at the relative gap `goal`, after `limit` steps, or if rounding
-    prevents better bounds. It is Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
+    prevents better bounds. This is Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
     """
     # Start well inside the cone: X = size · I, and equal λ with ‖M‖ = ½ at inequalities, 0 at equalities.
     inequal, order = ~constraints.equal, constraints.u.shape[1] + constraints.z.shape[1]
@@ -219,11 +219,11 @@ def to_zero(values: Each, change: Each, share: float) -> float:
 def refine_on_face(
     problem: Problem, multipliers: Multipliers, W: Matrix, tight: Bool[Tensor, " constraints"]
 ) -> tuple[Multipliers, Matrix] | None:
-    """Return (λ, W) near the given pair: W = A Bᵀ keeps its rank, u W z = b where `tight`, else λ = 0.
+    """Return (λ, W) near the given pair, where W keeps its rank, u W z = b if `tight`, and λ = 0 otherwise.
 
-    Newton's method solves the stationarity conditions of ½‖A‖² + ½‖B‖², whose least value is ‖A Bᵀ‖_*: A = M B and B =
-    Mᵀ A, where M = Σλ u zᵀ. Return None if the system is too large. The result can be worse than the given pair, so
-    callers must certify it.
+    With W = A Bᵀ, Newton's method solves the stationarity conditions of ½‖A‖² + ½‖B‖², whose least value is ‖A Bᵀ‖_*: A
+    = M B and B = Mᵀ A, where M = Σλ u zᵀ. Return None if the system is too large. The result can be worse than the
+    given pair, so callers must certify it.
     """
     left, values, right = torch.linalg.svd(W, full_matrices=False)
     # Strict complementarity distinguishes zero from small singular values of W: either σ(W) = 0 or σ(M) = 1.

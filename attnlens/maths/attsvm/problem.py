@@ -210,7 +210,7 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
 
 
 def pair_with_representatives(sets: Mask, candidates: Mask) -> tuple[Pairs, Pairs, Pairs]:
-    """Pair every candidate with the first token of its sample's O_i, except that token itself.
+    """Pair the first token of each sample's O_i with every other candidate of the sample.
 
     Return three index tensors: each pair's sample, first token and candidate.
     """

@@ -69,7 +69,7 @@ class Layer:
         return replace(self, parts={**self.parts, **parts})
 
     def weight(self, role: str) -> Float[Tensor, "heads size d_model"]:
-        """Return the projection of this role."""
+        """Return the projection matrix of this role."""
         return self.parts[f"{role}.weight"]
 
     @property
@@ -242,12 +242,12 @@ def match_rows(first: Float[Tensor, "rows width"], second: Float[Tensor, "rows w
 
 
 def query_heads_of(key_heads: Sequence[int], layer: Layer) -> tuple[int, ...]:
-    """Return the numbers of the query heads that use these key heads."""
+    """Return the indices of the query heads that use these key heads."""
     return tuple(head for head, key_head in enumerate(key_heads_of(layer)) if key_head in key_heads)
 
 
 def key_heads_of(layer: Layer) -> list[int]:
-    """Return the number of the key head that each query head uses."""
+    """Return, for each query head, the index of its key head."""
     heads, kv_heads = len(layer.weight("query")), len(layer.weight("key"))
     return [head * kv_heads // heads for head in range(heads)]
 

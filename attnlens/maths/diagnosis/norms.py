@@ -66,7 +66,8 @@ def _find_readers(first: Layer, second: Layer, ratio: Float[Tensor, " width"]) -
 def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
     """Return the input axis, keyed by name, of each matrix whose input can be the output of a norm of this width.
 
-    W_O is left out because it reads the values; W_K and W_V of cross-attention, because they read another sequence.
+    W_O is left out because it reads values. W_K and W_V of cross-attention are left out because they read another
+    sequence.
     """
     input_axes = {}
     others = {"output.weight", *(["key.weight", "value.weight"] if layer.is_cross else [])}

@@ -282,7 +282,7 @@ class Search:
     def _fits(self, layer: Layer, name: str, heads: Tensor) -> Iterator[tuple[Fit, Tensor, float]]:
         """Yield each fit of the hypotheses to a tensor, the indices of the fitted heads, and their largest residual.
 
-        If only some of `heads` were changed by more than rounding to a type, the others are not fitted.
+        If some of `heads` changed by more than rounding to a type, only these heads are fitted.
         """
         if has_heads(name):
             others = heads & ~_rounded_heads(layer.parts[name], self.second.parts[name])

@@ -360,7 +360,7 @@ TRAINED = 0.1  # largest ‖b − a‖/‖a‖ of a row or column that counts as
 
 
 def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
-    """Propose that only some rows, or only some columns, of a matrix changed: at most half of them.
+    """Propose that at most half of the rows, or at most half of the columns, of a matrix changed.
 
     Most values of a changed row or column must differ; pruning, by contrast, changes few values of each.
     """

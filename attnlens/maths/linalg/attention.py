@@ -59,7 +59,7 @@ def even_weight(query_key: QueryKey) -> PerHead:
 def attention_singular_values(query_key: QueryKey, *, without_row_sums: bool = False) -> Spectra:
     """Return σ of attention P, or σ(P(I − 11ᵀ/m)) if `without_row_sums`, descending; cached in the QueryKey.
 
-    For long sequences the result is one NaN per head, because the full spectrum would take too long; `attention_rank`
+    For long sequences, the result is one NaN per head, because the full spectrum would take too long; `attention_rank`
     needs only the leading σ.
     """
     if is_long(query_key):

@@ -145,11 +145,11 @@ def paired_difference(
 ) -> Interval:
     """Return f(mean after) − f(mean before) over windows, with its 95 % interval; f is `of`.
 
-    The interval is a studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are
-    resampled with both values of each window, and the standard error is multiplied by the quantiles of (θ* − θ)/se*.
-    Student's t is used if the design has fewer than eight `exchangeable` draws, or if the error is 0. If `weights`
-    (each window's number of tokens) are given, means are over tokens. `of` is the identity (None), exp (perplexity) or
-    log. Pairs with a NaN do not count; all three numbers are NaN if no pair remains.
+    The interval is that of a studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts,
+    are resampled with both values of each window, and the standard error is multiplied by the quantiles of (θ* −
+    θ)/se*. Student's t is used if the design has fewer than eight `exchangeable` draws, or if the error is 0. If
+    `weights` (each window's number of tokens) are given, means are over tokens. `of` is the identity (None), exp
+    (perplexity) or log. Pairs with a NaN do not count; all three numbers are NaN if no pair remains.
     """
     (present,) = (~(after - before).isnan()).nonzero(as_tuple=True)
     if not len(present):
@@ -189,7 +189,7 @@ def _contrast(
 def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, "*rest"]:
     """Return the standard error of each entry's mean over windows, ignoring NaN.
 
-    It is the square root of `Design.variance`: sd/√n for windows of one text, and NaN for a single window or text.
+    The error is the square root of `Design.variance`: sd/√n for windows of one text, NaN for a single window or text.
     """
     rows = values.double().movedim(0, -1)
     present = (~rows.isnan()).double()
@@ -208,8 +208,8 @@ def median_error(
 ) -> list[float]:
     """Return, for each group of heads, the standard error of the median of the heads' means over windows.
 
-    It is the sd over bootstrap samples of windows, widened by `Design.widening`. Every sample averages all heads over
-    the same windows, because heads that read the same text are not independent. NaN without degrees of freedom.
+    The error is the sd over bootstrap samples of windows, widened by `Design.widening`. Every sample averages all heads
+    over the same windows, because heads that read the same text are not independent. NaN without degrees of freedom.
     """
     if design.freedom < 1 or not len(values):
         return [math.nan] * len(groups)
