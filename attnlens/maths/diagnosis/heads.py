@@ -67,8 +67,8 @@ def _list_reorderings(layer: Layer, name: str, orders: Mapping[str, Sequence[int
     """Yield a part with its heads in each order that it can have.
 
     A weight or bias can have only the order of its role. Any other part that is not `headless` is reordered along each
-    axis with one entry per head coordinate or, except for gains, per head. Without an order of its role, the part is
-    yielded in the orders of all roles.
+    axis with one entry per head coordinate or, except for gains, per head: by the order of its role if it is a gain
+    with such an order, otherwise by the orders of all roles.
     """
     role, _, kind = name.partition(".")
     part = layer.parts[name]
