@@ -1,11 +1,13 @@
-"""Analyzers: functions that answer a question about a head by measures and curves.
+"""Analyzers: functions that answer a question about each head by measures and curves.
 
-Contents: `registry` (the decorators `analyzer` and `gathering`, MeasureInfo, selection of analyzers by name and
-source), `symmetry`, `spectrum`, `selection`, `ksvd`, and `extra` (three short analyzers that run only on request).
-Inputs: a `records.QueryKey` (queries and keys of all heads at one site); analyzers registered with `gathering` receive
-the QueryKeys of many sequences.
-Outputs: tensors by measure name, (..., heads) or (..., heads, steps); NaN for a missing value.
-Importers: `requests`, `report`, `checks`, `runs`, `lab` and `cli`. Nothing here loads torch before an analyzer runs.
+- `registry`: the decorators `analyzer` and `gathering`, MeasureInfo, selection of analyzers by name and source.
+- `symmetry`, `spectrum`, `selection`, `ksvd`: the analyzers of these names.
+- `extra`: three short analyzers that run only on request.
+
+The input is a `records.QueryKey` (queries and keys of all heads at one site), or the QueryKeys of many sequences for
+analyzers registered with `gathering`. The outputs are tensors by measure name, (..., heads) or (..., heads, steps),
+with NaN for a missing value. Importers: `requests`, `report`, `checks`, `runs`, `lab` and `cli`. The package does not
+load torch before an analyzer runs.
 
 Importing the package registers the analyzers of all its modules. To add an analyzer, add a module to this package.
 """

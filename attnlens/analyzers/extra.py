@@ -1,4 +1,4 @@
-"""Analyzers that run only on request: change by an adapter, scores of hidden pairs, features of the kernel on text."""
+"""Analyzers that run only on request: change by an adapter, scores of hidden pairs, number of kernel features."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
 
-NO_ADAPTER = "no adapter was given, or the matrix is zero without it"
+NO_ADAPTER = "the model has no adapter, or M is zero without the adapter"
 adapter_measure = partial(MeasureInfo, low=0, self_only=False, missing=NO_ADAPTER, has_null=False)
 ADAPTER = (
     adapter_measure(
@@ -17,7 +17,7 @@ ADAPTER = (
         "‖M' − M‖_F/‖M‖_F, M of the base and M' with the adapter",
         headline=True,
         ends="largest",
-        use="The largest values are in the heads that fine-tuning changed; near 0, a head does not need the adapter.",
+        use="Fine-tuning changed the heads with the largest values most; near 0, the adapter leaves a head unchanged.",
     ),
     adapter_measure(
         "adapter.change_rank",
@@ -43,15 +43,15 @@ def compare_with_base(query_key: QueryKey) -> Readings:
 
 
 SHARES = {  # Meaning and formula of the shares of a bilinear form, by part
-    "positive": ("is a positive definite kernel", "Σμ₊²/‖LJ‖², μ₊ the positive eigenvalues of JSJ"),
-    "negative": ("is the negative part of the symmetric kernel", "Σμ₋²/‖LJ‖², μ₋ the negative eigenvalues of JSJ"),
-    "skew": ("is asymmetric and cannot be removed by a gate", "‖JAJ‖²/‖LJ‖²"),
-    "key": ("depends on the key alone", "n‖c‖²/‖LJ‖², c the centred column means of L"),
+    "positive": ("in a positive definite kernel", "Σμ₊²/‖LJ‖², μ₊ the positive eigenvalues of JSJ"),
+    "negative": ("in the negative part of the symmetric kernel", "Σμ₋²/‖LJ‖², μ₋ the negative eigenvalues of JSJ"),
+    "skew": ("in asymmetry that no factor per query or key removes", "‖JAJ‖²/‖LJ‖²"),
+    "key": ("explained by the key alone", "n‖c‖²/‖LJ‖², c the centred column means of L"),
 }
 EXTENDED = tuple(
     MeasureInfo(
         f"extended.share_{part}",
-        f"share of the score variance over all pairs, also those never compared, that {meaning} (not identified)",
+        f"share of the score variance {meaning}, over all pairs, including hidden pairs (not identified)",
         f"{formula}, L of all pairs",
         low=0,
         high=1,
@@ -66,9 +66,9 @@ EXTENDED = tuple(
 
 @analyzer("extended", source="tokens", measures=EXTENDED, by_default=False)
 def split_all_pairs(query_key: QueryKey) -> Readings:
-    """What kernel do a head's scores form if extended to pairs that the model never compares? (Not identified.)
+    """Which kernel do a head's scores form if extended to pairs that the model never compares? (Not identified.)
 
-    L contains s⟨q_i, k_j⟩ of all pairs of a window's tokens, including masked ones; J = I − 11ᵀ/n removes row means,
+    L contains s⟨q_i, k_j⟩ of all pairs of a window's tokens, including hidden pairs; J = I − 11ᵀ/n removes row means,
     and S and A are the symmetric and skew parts of L.
     """
     if query_key.site.part == "cross":
@@ -79,20 +79,20 @@ def split_all_pairs(query_key: QueryKey) -> Readings:
 
 ERROR = 0.1  # largest mean total variation, in [0, 1], between a query's exact and approximate attention
 LARGEST = 64  # largest order that the kernel taylor:N accepts
-WITHIN = f"within {ERROR} of the head's own, in total variation"
+WITHIN = f"within {ERROR} of the head's in total variation"
 CHOICE = "no query sees two keys"
 BEYOND = f"no order up to {LARGEST} comes within {ERROR} of attention in any window, or {CHOICE}"
 WRIGHT = "Wright & Gonzalez 2021 (infinite feature dimension)"
 KERNEL = "p̂_ij ∝ e^{b_ij} Σ_{n≤N} x_ijⁿ/n!"
 ORDER = f"least even N ≤ {LARGEST} with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, {KERNEL}"
 RANK = f"least m found with mean_i ½Σ_j|p̂_ij − p_ij| ≤ {ERROR}, p̂_ij = K_ij/Σ_j K_ij at visible pairs, K of rank m"
-CENTRED = f"{ORDER.replace('e^{b_ij} ', '')}, x_ij = logit of i and j less its mean over visible j"
+CENTRED = f"{ORDER.replace('e^{b_ij} ', '')}, x_ij = logit of i and j minus its mean over visible j"
 feature_count = partial(MeasureInfo, low=1, missing=CHOICE, self_only=False, paper=WRIGHT)
 taylor_order = partial(MeasureInfo, low=0, high=LARGEST, missing=BEYOND, self_only=False, paper=WRIGHT)
 
 
 def _by_chance(info: MeasureInfo) -> MeasureInfo:
-    """Build the MeasureInfo of a measure's value for random queries and keys; this value is not identified."""
+    """Build the MeasureInfo of a measure's value for random queries and keys, which is not identified."""
     return replace(
         info,
         name=f"{info.name}_by_chance",
@@ -102,7 +102,7 @@ def _by_chance(info: MeasureInfo) -> MeasureInfo:
         headline=False,
         ends="",
         identified="nowhere",
-        use=f"The null of {info.name}: a head above it needs more than its queries' and keys' covariance explains.",
+        use=f"The null of {info.name}: the covariance of queries and keys does not explain higher values.",
     )
 
 
@@ -118,17 +118,17 @@ HEAD_MEASURES = (
     ),
     taylor_order(
         "features.taylor_order",
-        f"order at which the exponential series gives attention {WITHIN}; 0: uniform suffices (not identified)",
+        f"order at which the exponential series gives attention {WITHIN}; 0: uniform attention (not identified)",
         f"{ORDER}, x_ij = s⟨q_i, k_j⟩",
         identified="nowhere",
-        use="If 4, swap-kernel --kernel taylor:4 nearly preserves the head; compare models by features.centred_order.",
+        use="At 4, swap-kernel --kernel taylor:4 nearly preserves the head. Compare models by features.centred_order.",
     ),
     taylor_order(
         "features.centred_order",
         f"order of the truncated series for attention {WITHIN}, if scores are first centred over the visible keys",
         CENTRED,
         ends="both",
-        use="If small, a polynomial of that degree in the centred scores could replace the exponential.",
+        use="If it is small, a polynomial of this degree in the centred scores could replace the exponential.",
     ),
 )
 FEATURES = tuple(info for measure in HEAD_MEASURES for info in (measure, _by_chance(measure)))
@@ -139,12 +139,12 @@ def count_features(query_key: QueryKey) -> Readings:
     """How many features, and which Taylor order, does a head's kernel need to reproduce its attention?
 
     p_ij are the attention weights of a window, s⟨q_i, k_j⟩ are the scores, and b_ij is the model's position bias.
-    mean_i is over queries that see two keys or more. Wright's truncated feature map truncates the series of the
-    uncentred scores. Adding c to every key adds s⟨q, c⟩ to a query's scores; softmax ignores this term and the series
-    does not, so of the two orders, only the centred one is identified. The rank is the smallest found among kernels
-    that give approximately the visible weights, whatever the kernels' values at hidden pairs. Windows in which no order
-    suffices are left out of the mean over windows, which is then too small; n is the number of remaining windows. The
-    values by chance use one draw of normal queries and keys for all windows.
+    mean_i is over queries that see two keys or more. The Taylor order is that of Wright & Gonzalez, whose series uses
+    the uncentred scores. Adding c to every key adds s⟨q, c⟩ to a query's scores; softmax ignores this term and the
+    series does not, so only the centred order is identified. The rank is the smallest found among kernels that
+    approximate the visible weights, with any values at hidden pairs. Windows in which no order suffices are left out of
+    the mean over windows, which is then too small; n is the number of remaining windows. The values by chance use one
+    draw of normal queries and keys for all windows.
     """
     readings: Readings = {}
     for suffix, queries_keys in (("", query_key), ("_by_chance", linalg.gaussian_like(query_key))):

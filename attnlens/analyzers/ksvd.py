@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     ksvd = LazyModule("attnlens.maths.ksvd")
 
-SHARE = 0.9  # share of a kernel's squared norm that its s leading components must have; defines s, a head's rank90
+SHARE = 0.9  # share of a kernel's squared norm in its s leading components; defines s, the rank90 of a head
 NO_KERNEL = "all queries or all keys are zero"
 ONE_KEY = "all queries are zero, or all keys have one direction"
 NO_ATTENTION = "no query sees a key, or there are more than 2,048² pairs (not all σ are computed): reduce --length"
@@ -27,8 +27,8 @@ NO_ATTENTION = "no query sees a key, or there are more than 2,048² pairs (not a
 
 share = partial(MeasureInfo, low=0, high=1, self_only=False)
 # The cosine kernel is not identified: adding c to every key adds s·⟨q, c⟩ to a query's scores, which softmax ignores,
-# but changes every cosine. Its measures have no Gaussian null and, except for
-# ksvd.asymmetry, have values for cross-attention.
+# but changes every cosine. The measures of this kernel have no Gaussian null and, except for ksvd.asymmetry, have
+# values for cross-attention.
 cosine_measure = partial(
     MeasureInfo, low=0, self_only=False, identified="nowhere", missing=NO_KERNEL, sized_by="head_dim"
 )
@@ -44,7 +44,7 @@ def _curves(matrix: str, words: str, symbol: str) -> list[MeasureInfo]:
             f"{formula} of {symbol}",
             curve=True,
             identified="everywhere" if of_attention else "nowhere",
-            use="The sooner it nears 1, the fewer components the matrix needs.",
+            use="The earlier it approaches 1, the fewer components the matrix needs.",
         )
         for name, values, formula in (
             ("spectrum", "singular values", "(σ₁ + … + σₖ)/Σσ"),
@@ -59,30 +59,30 @@ ATTENTION, ATTENTION_ENERGY = _curves("attention", "the attention matrix P", "P"
 TOKENS = (
     share(
         "ksvd.first_share",
-        "P's largest singular value as a share of the sum of all",
+        "share of P's largest singular value in the sum of all singular values",
         "σ₁/Σσ of the attention matrix P",
         scale=("many components of attention matter", "one component explains the attention"),
         missing=NO_ATTENTION,
         headline=True,
         ends="both",
-        use="Near 1 a head's attention has nearly rank one, and Primal-Attention with few components can replace it.",
+        use="Near 1, attention is nearly of rank one, and Primal-Attention with few components can replace it.",
         paper=f"{FIGURE}, index 0",
     ),
     cosine_measure(
         "ksvd.rank90",
-        "number of components that carry 90 % of the cosine kernel's squared norm; at most head_dim (not identified)",
+        "number of components that contain 90 % of the cosine kernel's squared norm; at most head_dim (not identified)",
         "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K_ij = cos(q_i, k_j)",
         low=1,
         use="A first guess for s of a primal kernel: swap-kernel --kernel primal:8 measures the loss at s = 8.",
     ),
     cosine_measure(
         "ksvd.centred_rank90",
-        "number of components that carry 90 % of the cosine kernel's squared norm once its row means are subtracted "
-        "(not identified)",
+        "number of components that contain 90 % of the squared norm of the cosine kernel minus its row means (not "
+        "identified)",
         "s: least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of K(I − 11ᵀ/n)",
         missing=ONE_KEY,
         low=1,
-        use="Use it if ksvd.rank90 is 1: one near-constant direction then dominates all others.",
+        use="Use it if ksvd.rank90 is 1, because one near-constant direction then dominates all others.",
     ),
     cosine_measure(
         "ksvd.value_alignment",
@@ -92,7 +92,7 @@ TOKENS = (
         missing=f"the values are unknown or all equal; {ONE_KEY}",
         high=1,
         use="Above s/(n − 1), the values align with the kernel's singular directions, as the paper assumes.",
-        paper="Chen et al. 2023, where values take the place of the right singular vectors",
+        paper="Chen et al. 2023, where values replace the right singular vectors",
     ),
     cosine_measure(
         "ksvd.asymmetry",
@@ -101,13 +101,13 @@ TOKENS = (
         "mean of arccos σ(H_eᵀH_r)",
         high=1.5707963267948968,  # π/2, rounded up
         self_only=True,
-        use="At 0 a symmetric kernel SVD would suffice; the larger, the more the paper's asymmetric one is needed.",
+        use="At 0, a symmetric kernel SVD would suffice; at large values, the paper's asymmetric SVD is needed.",
     ),
     cosine_measure(
         "ksvd.residual",
-        "relative residual of the computed kernel SVD; above rounding, the components are wrong (not identified)",
+        "relative residual of the computed kernel SVD; if above rounding, the components are wrong (not identified)",
         "√(‖KH_r − H_eΣ‖² + ‖KᵀH_e − H_rΣ‖²)/(√2‖σ‖)",
-        use="A check: if far above rounding, the head's other ksvd numbers are invalid.",
+        use="A check: if it is far above rounding, the head's other ksvd measures are invalid.",
         paper="Chen et al. 2023, Theorem 3.2",
         sized_by="rounding",
     ),
@@ -115,7 +115,7 @@ TOKENS = (
         "ksvd.objective",
         "|J|, the paper's objective at the primal solution, divided by Σσ; 0 up to rounding (not identified)",
         "|½Σe_iᵀΛe_i + ½Σr_jᵀΛr_j − tr W_eᵀW_r|/Σσ",
-        use="A check: if far above rounding, the primal problem is unsolved and the other ksvd numbers are invalid.",
+        use="A check: if far above rounding, the primal problem is unsolved, and other ksvd measures are invalid.",
         paper="Chen et al. 2023, Eq. 6",
         sized_by="rounding",
     ),
@@ -128,7 +128,7 @@ TOKENS = (
 
 
 def compute_rank90(query_key: QueryKey) -> Readings:
-    """Compute `ksvd.rank90` without the other measures, at a fraction of their cost."""
+    """Compute only `ksvd.rank90`."""
     queries, keys = (ksvd.cosine_features(side) for side in (query_key.query, query_key.paired_key))
     return {"ksvd.rank90": linalg.rank_at(ksvd.dual(queries, keys, s=keys.shape[-1]).values, SHARE)}
 
@@ -137,8 +137,8 @@ def compute_rank90(query_key: QueryKey) -> Readings:
 def measure_tokens(query_key: QueryKey) -> Readings:
     """How close is a head's attention to a low-rank kernel SVD (Chen et al. 2023)?
 
-    P contains a window's attention weights, and K contains the cosines of all its queries and keys, as in the paper: K
-    is a model of attention, not attention itself. The SVD is K = H_e Σ H_rᵀ; W_e, W_r and Λ are the primal weights and
+    P contains a window's attention weights, and K the cosines of all its queries and keys, as in the paper: K is a
+    model of attention, not attention itself. The SVD is K = H_e Σ H_rᵀ; W_e, W_r and Λ are the primal weights and
     multipliers; e_i and r_j are projections of queries and keys. K(I − 11ᵀ/n) is K minus its row means.
     """
     attention = linalg.attention_singular_values(query_key)
@@ -148,7 +148,7 @@ def measure_tokens(query_key: QueryKey) -> Readings:
     centred = ksvd.dual(queries, ksvd.centre_rows(keys), s=keys.shape[-1])
     rank = linalg.rank_at(solution.values, SHARE)
     asymmetry = rank * float("nan")  # missing
-    if query_key.site.part != "cross":  # K's leading singular spaces are comparable only if both are of the same tokens
+    if query_key.site.part != "cross":  # both singular spaces must be of the same tokens
         asymmetry = ksvd.mean_angle(solution.left, solution.right, rank.nan_to_num(0.0))
     primal = ksvd.primal(solution, queries, keys)
     e, r = primal.e_scores(queries), primal.r_scores(keys)
@@ -170,9 +170,8 @@ def measure_tokens(query_key: QueryKey) -> Readings:
 def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
     """Compute s, the rank90 of K(I − 11ᵀ/n), and the share of the values' variance in its s leading right directions.
 
-    The share is NaN if the values are unknown or s is NaN. Both K and V are centred over keys. Otherwise a
-    near-constant vector, to which centred values are almost orthogonal, could span K's leading space.
-    `ksvd.share_inside` states the share expected by chance.
+    The share is NaN if the values are unknown or s is NaN. K and V are both centred over keys. Otherwise, K's leading
+    singular vector could be nearly constant, and so nearly orthogonal to the centred values.
     """
     rank = linalg.rank_at(centred.values, SHARE)
     value, share = query_key.paired_value, rank * float("nan")

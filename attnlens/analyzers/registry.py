@@ -1,4 +1,4 @@
-"""Registration of analyzers by decorators, their interface, and the metadata of measures."""
+"""Decorators that register analyzers, the interface of analyzers, and the metadata of measures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NULLS = {  # meaning of a null's value, by kind of null
     "rotations": "the value expected by chance (the head randomly rotated)",
 }
 NULL_DRAWS = {"factors": 64, "rotations": 8}
-"""Number of random heads for each kind of null. 64 heads determine the mean to 1/8 of the sd, and the sd to 9 %."""
+"""Number of random heads for each kind of null. With 64 heads, the mean has an error of 1/8 sd, and the sd of 9 %."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,20 @@ class MeasureInfo:
     labels: tuple[str, ...] = ()  #: Names of the categories 0, 1, … if the value is a category
     missing: str = "not a number"  #: Reason for a missing value if the analyzer returns NaN, as a clause
     grows_with_factors: bool = False  #: True if proportional to ‖W_Q‖‖W_K‖; the null is rescaled to the head's norms
-    has_null: bool = True  #: For weights.* scalars: True if they have a null by independent Gaussian factors
-    null: Literal["factors", "rotations"] = "factors"  #: Random heads of the null: independent factors, or M rotated
+    has_null: bool = True  #: For weights.* scalars: True if the null of independent Gaussian factors is computed
+    null: Literal["factors", "rotations"] = "factors"  #: Null: random independent factors, or M randomly rotated
     steps: str = "index"  #: Unit of a curve's steps on the axis of its plot: `index`, `distance in tokens`
     headline: bool = False  #: True if the measure comes first in tables and in the overview
     identified: Literal["everywhere", "all pairs", "nowhere"] = "everywhere"
-    """Heads whose attention determines the measure. everywhere: all heads; all pairs: heads that see all pairs (others
-    have no value); nowhere: none, because other queries and keys with the same attention have other values."""
+    """Heads whose attention determines the measure. everywhere: all heads. all pairs: heads that see all pairs; other
+    heads have no value. nowhere: none, because other queries and keys with the same attention have other values."""
     wholes: tuple[str, ...] = ()  #: Names of the totals to which the measure belongs; parts of a total sum to 1
     by_depth: bool = False  #: True if a curve is plotted separately for the first, middle and last third of the layers
-    ends: Literal["", "largest", "both"] = ""  #: Heads listed as extreme: `largest` values, or `both` ends; empty: none
-    beside: str = ""  #: Name of the measure that gives the value under uniform attention, if needed to read this one
+    ends: Literal["", "largest", "both"] = ""  #: Extreme heads to list: `largest` values, or `both` ends; empty: none
+    beside: str = ""  #: Name of the measure with the value under uniform attention, if needed to interpret this one
     matrix: str = ""  #: Matrix that a measure describes, shown in plots of curves: `M`
     series: int = 0  #: Rank from 1 among the measures shown for a series of checkpoints; 0: listed last
-    space: str = ""  #: Space in which the measure is defined, if there are several; tables and plots separate them
+    space: str = ""  #: Space in which the measure is defined, if there are several; tables and plots group by space
     use: str = ""  #: Advice on using the result, in a sentence or two
     paper: str = ""  #: Publication with the equation or figure; empty if unpublished
     sized_by: str = ""
@@ -86,17 +86,17 @@ distance = partial(MeasureInfo, low=0, self_only=False, has_null=False, missing=
 BETWEEN_ROWS = (  # distances between the models' attention rows on the same windows
     distance(
         OWN_ROWS,
-        "change in attention due to the block alone: the second model's block gets the first model's hidden states",
+        "change in attention due to the block alone: the second model's block runs on the first model's hidden states",
         "KL(P ‖ P') = Σ p log(p/p'), mean over queries, both on the same states; weights below 1e-12 count as 1e-12",
         headline=True,
-        use="Read this measure first: a head that it names changed itself, independently of earlier blocks.",
+        use="Read this measure first: a head with a significant value changed independently of earlier blocks.",
     ),
     distance(
         ROWS,
         "change in attention as both models run, including the effect of earlier blocks",
         "KL(P ‖ P') = Σ p log(p/p'), mean over queries; weights below 1e-12 count as 1e-12",
         headline=True,
-        use="If it names a head that compare.own_kl does not, the cause is in an earlier layer.",
+        use="If it is significant for a head, but compare.own_kl is not, the cause is in an earlier layer.",
     ),
 )
 BETWEEN_FORMS = (  # distances between the weights
@@ -106,7 +106,7 @@ BETWEEN_FORMS = (  # distances between the weights
         "‖M' − M‖_F/‖M‖_F",
         missing="M is 0 in both models, or unreadable in one of them",
         headline=True,
-        use="If compare.own_kl does not name the head, its weights changed, but not its attention to this text.",
+        use="If it is large, but compare.own_kl is not significant, the weights changed without effect on this text.",
     ),
     *(
         distance(
@@ -114,8 +114,8 @@ BETWEEN_FORMS = (  # distances between the weights
             f"rotation of the subspace that the {readers} read, in degrees; independent of the head's basis",
             f"largest principal angle between the column spaces of {matrix} and {matrix}'",
             high=90,
-            use=f"Near 90 the {readers} no longer read one of their directions; near 0 with a large "
-            "compare.form_change, the same directions have other weights.",
+            use=f"Near 90, the {readers} no longer read one of the original directions; near 0 with a large "
+            "compare.form_change, they read the same directions with other weights.",
         )
         for name, readers, matrix in ((QUERY_ANGLE, "queries", "W_Q"), (KEY_ANGLE, "keys", "W_K"))
     ),
@@ -123,7 +123,7 @@ BETWEEN_FORMS = (  # distances between the weights
 DISTANCES = (*BETWEEN_ROWS, *BETWEEN_FORMS)  # each is 0 between equal heads
 NAMED = distance(  # shown on pages and usable in rules, like the changes
     "compare.named",
-    "number of the head's named changes",
+    "number of the head's significant changes",
     "#{q ≤ the false-discovery rate}, q adjusted over everything that is compared",
     missing="not a number",
 )
@@ -137,8 +137,8 @@ class Named:
     source: Source  # source that the analyzer reads: weights or tokens
     question: str  # question that the analyzer answers: the first line of the function's docstring
     measures: tuple[MeasureInfo, ...]  # scalars and curves that the analyzer returns
-    definitions: str = field(default="", kw_only=True)  # other lines of the docstring: symbols, assumptions, omissions
-    by_default: bool = field(default=True, kw_only=True)  # True if the analyzer runs when the user names none
+    definitions: str = field(default="", kw_only=True)  # rest of the docstring: symbols, assumptions, omissions
+    by_default: bool = field(default=True, kw_only=True)  # True if the analyzer runs when the user selects none
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ class Analyzer(Named):
     """Analyzer that answers one question about a QueryKey with a pure function."""
 
     function: Callable[[QueryKey], Readings]  # function that computes the measures
-    needs_base: bool = False  # True if it compares a site with and without the adapter (models with adapters only)
-    brief: tuple[str, Callable[[QueryKey], Readings]] | None = None  # the only measure in sweeps, and its function
+    needs_base: bool = False  # True if it compares a site with and without an adapter (for models with adapters)
+    brief: tuple[str, Callable[[QueryKey], Readings]] | None = None  # the measure that sweeps compute, and its function
 
     def read(self, query_key: QueryKey) -> Readings:
         """Compute the measures; raise UsageError for an undeclared measure, a wrong type or a wrong shape."""
@@ -176,21 +176,23 @@ class GatheringPlace:
 
     site: Site  # site that the gatherer reads
     form: QueryKey | str = "M on the module's inputs is not known"
-    """M on the module's inputs x, extended by a 1: the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the logits
-    are not bilinear in x (RoPE, QK-norm, cross-attention), `form` is the reason, and inputs are not passed."""
+    """M on the module's inputs x, extended by a 1, with the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the
+    logits are not bilinear in x (RoPE, QK-norm, cross-attention), `form` is a string with the reason."""
     seed: int = 0  # random seed
-    top_p: float | None = None  # a query selects the fewest tokens with at least this total weight; None: the top one
-    shown: bool = False  # True if the report must also contain the problem itself (`Answer.shown`)
+    top_p: float | None = None  # a query selects the fewest tokens with at least this total weight; None: one token
+    shown: bool = False  # True if the report must also contain the selection problem (`Answer.shown`)
 
 
 @dataclass(frozen=True)
 class Answer:
     """Results of a gatherer for one head."""
 
-    measures: dict[str, Measure]  # by qualified name; each has a value, or the reason why it lacks one
-    windows: dict[str, dict[int, float]] = field(default_factory=dict)  # by measure and sequence: values to average
+    measures: dict[str, Measure]  # by qualified name; each has a value, or the reason why the value is missing
+    windows: dict[str, dict[int, float]] = field(default_factory=dict)  # by measure and sequence; values to average
     curves: dict[str, list[float]] = field(default_factory=dict)  # by qualified name; only curves with a value
-    shown: Selection | None = None  # the selection problem, if the report must contain it; `sentences` are added later
+    shown: Selection | None = (
+        None  # the selection problem, if the report must contain it; its `sentences` are added later
+    )
 
 
 @runtime_checkable
@@ -231,10 +233,10 @@ def analyzer(
 ) -> Callable[[Function], Function]:
     """Register a function QueryKey → Readings as the analyzer `name`; its docstring's first line is the question.
 
-    `kind` is the class to create, and `facts` are further fields: `by_default=False` for an analyzer that runs only if
-    the user names it; `needs_base` for an analyzer that compares the model with itself without its adapter; `brief`,
-    the measure for swept heads and a function that computes only this measure. Raises UsageError if an analyzer of
-    another package or file has one of the measures, or has the same name and source while `replace` is false.
+    `kind` is the class to create, and `facts` are further fields: `by_default=False` for an analyzer that runs only on
+    request; `needs_base` for an analyzer that compares a model with and without its adapter; `brief`, the measure that
+    sweeps compute and its function. Raises UsageError if an analyzer of another package or file has one of the
+    measures, or has the same name and source while `replace` is false.
     """
     infos = tuple(measures)
 
@@ -280,7 +282,7 @@ def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> lis
 
 
 def select_sweep_analyzers() -> list[Analyzer]:
-    """Return the analyzers for sweeps: those with `brief`, reduced to that measure, and others with `by_default`.
+    """Return the analyzers for sweeps: analyzers with `brief`, reduced to this measure, and others with `by_default`.
 
     Gatherings are left out.
     """
@@ -310,12 +312,12 @@ def measure_infos() -> dict[str, MeasureInfo]:
 
 
 def measure_sources() -> dict[str, Source]:
-    """Map every measure and curve to its source, which some names do not contain (`ksvd.rank90` reads tokens)."""
+    """Return the source of every measure and curve, keyed by qualified name."""
     return {info.name: entry.source for entry in list_analyzers() for info in entry.measures}
 
 
 def find_measure(name: str) -> MeasureInfo:
-    """Return the MeasureInfo of a measure, curve, distance or change; an unknown name has no meaning or formula."""
+    """Return the MeasureInfo of a measure, curve, distance or change, with empty texts if it is unknown."""
     if name.startswith(CHANGE):
         measure = find_measure(name.removeprefix(CHANGE))
         meaning = f"second − first: {measure.meaning}" if measure.meaning else ""

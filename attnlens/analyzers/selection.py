@@ -1,4 +1,4 @@
-"""Att-SVM measures: how close a head's token selection is to its max-margin SVM."""
+"""Att-SVM measures: comparison of a head's token selection with its max-margin SVM."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ else:
     torch = LazyModule("torch")
 
 MOST_QUERIES = 64  # most queries in a head's SVM problem
-WORDS: dict[Space, dict[str, str]] = {  # replacements for the names in braces in SPACE_MEASURES
+WORDS: dict[Space, dict[str, str]] = {  # text for each placeholder in SPACE_MEASURES
     "input": {"where": WHERE_POSED["input"], "x": "x", "z": "z", "M": "M"},
     "projected": {"where": WHERE_POSED["projected"], "x": "k", "z": "q", "M": "s·I"},
 }
-SPACES: tuple[Space, ...] = tuple(WORDS)  # inputs, with the head's M, and projected k and q, with s·I
+SPACES: tuple[Space, ...] = tuple(WORDS)  # module inputs with the head's M; keys k and queries q with s·I
 PAPER = "Tarzanagh et al. 2023"
 selection_measure = partial(MeasureInfo, self_only=False)
 selection_share = partial(selection_measure, low=0, high=1)
 posed_measure = partial(selection_measure, low=0, sized_by="the number of windows")
 DECIDED = selection_share(
     "selection.decided",
-    "share of the queries whose largest attention weight is at least ½",
+    "share of queries whose largest attention weight is at least ½",
     "share of queries with p_max ≥ ½",
-    scale=("no query decides for one key", "every query decides for one key"),
+    scale=("no query clearly prefers one key", "every query clearly prefers one key"),
     missing="no query sees a key",
     ends="largest",
     series=1,
-    use="Read it first: if few queries are decided, an SVM of selections says little about the head.",
+    use="Read this measure first: if it is small, an SVM of the selections says little about the head.",
 )
-PROBLEM_MEASURES = (  # measures of the queries in the problem, which are chosen once for all spaces
+PROBLEM_MEASURES = (  # measures of the queries in the problem, which are the same in all spaces
     posed_measure(
         "selection.queries",
         "number of queries in the SVM problem: those with the largest attention weights, from the first sequences",
@@ -58,33 +58,33 @@ PROBLEM_MEASURES = (  # measures of the queries in the problem, which are chosen
     ),
     posed_measure(
         "selection.least_decided",
-        "smallest of the queries' largest attention weights, over the queries in the SVM problem",
+        "largest attention weight of a query: minimum over the queries in the SVM problem",
         "min over queries of p_max",
         high=1,
-        use="Below ½, the SVM must reproduce some choices that the head hardly makes.",
+        use="Below ½, some queries in the SVM problem do not clearly select a token.",
     ),
 )
-SPACE_MEASURES = (  # measures of a head that compare it with the SVM of one space
+SPACE_MEASURES = (  # measures that compare a head with the SVM of one space
     selection_measure(
         "margin",
-        "least margin {where} of selected tokens over the others, at unit norm, without W_fin; negative only for top-p",
+        "least margin of selected tokens over the others {where}, at unit norm of M − W_fin; negative only for top-p",
         "min ({x}_α − {x}_t)ᵀM′{z}/‖ΠM′‖, M′ = {M} − W_fin, Π onto span(U) ⊗ span(Z); W_fin = 0 for sets of one token",
-        use="The unit is that of the tokens' norms: compare it with its null; to compare heads, use the efficiency.",
+        use="It depends on the tokens' norms: compare it only with its null; to compare heads, use the efficiency.",
         paper=f"{PAPER}, Eq. Att-SVM",
     ),
     selection_measure(
         "efficiency",
-        "ratio of the margin to the best possible {where}: 1 iff the head has the SVM's direction on these tokens",
+        "ratio of the margin to the best possible margin {where}; 1 iff the head has the SVM's direction there",
         "min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin; W_mm: the SVM",
         high=1,
         series=4,
-        use="A single query with two almost equal scores can bring it to 0: compare it with selection.efficiency_q05.",
+        use="A single query with two almost equal scores can reduce it to 0: read selection.efficiency_q05 too.",
     ),
     selection_measure(
         "efficiency_q05",
         "efficiency {where}, ignoring the 5 % of queries nearest to a tie between tokens",
         "5 % quantile over queries of their least margin, times the norm ‖W_mm‖ of the SVM",
-        scale=("choices are hardly separated from other tokens", "choices are separated as well as an SVM could"),
+        scale=("choices are hardly separated from other tokens", "choices are separated as well as by the SVM"),
         headline=True,
         ends="largest",
         series=3,
@@ -106,13 +106,13 @@ SPACE_MEASURES = (  # measures of a head that compare it with the SVM of one spa
     ),
     selection_share(
         "support",
-        "share of the constraints {where} that are active, λ > 0 (not unique if constraints are redundant)",
+        "share of active constraints {where}, those with λ > 0 (not unique if constraints are redundant)",
         "share of constraints with λ > 0",
-        use="If small, few tokens determine the solution; --show selection marks them in the text.",
+        use="If it is small, few tokens determine the solution; --show selection marks them in the text.",
     ),
     selection_measure(
         "margins",
-        "least margin of each query in the SVM problem, divided by the best possible {where}, ascending",
+        "least margin of each query in the SVM problem, divided by the best possible margin {where}, ascending",
         "sorted min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin; W_mm: the SVM",
         curve=True,
         steps="query of the problem (ratios can exceed 1)",
@@ -123,7 +123,7 @@ SPACE_MEASURES = (  # measures of a head that compare it with the SVM of one spa
 
 
 def qualify_name(what: str, space: Space) -> str:
-    """Return the name of a measure in one space: `selection.margin`, `selection.projected_margin`."""
+    """Return the name of a measure in one space, such as `selection.margin` or `selection.projected_margin`."""
     return f"selection.{'projected_' if space == 'projected' else ''}{what}"
 
 
@@ -138,7 +138,7 @@ def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
 
 MEASURES = (DECIDED, *PROBLEM_MEASURES, *(_in_space(info, space) for space in SPACES for info in SPACE_MEASURES))
 
-MOST_TOKENS = 4096  # most stored tokens per site; a problem draws its queries from the stored sequences
+MOST_TOKENS = 4096  # most tokens stored per site; queries are chosen from the stored sequences
 BIASED = "a position bias is added to the scores, so the selection does not depend on the form alone"
 
 
@@ -147,13 +147,13 @@ class Solved:
     """The results of one selection problem, without its tensors."""
 
     values: dict[str, float]  # values by measure, without the prefix `selection.` or `selection.projected_`
-    reason: str | None  # reason why other measures are missing; None if none is
+    reason: str | None  # reason why other measures are missing; None if all have values
     margins: list[float] = field(default_factory=list)  # each query's least margin / best possible margin, ascending
     best: float = 0.0  # best possible margin, 1/‖W_mm‖
-    picks: list[records.Pick] = field(default_factory=list)  # queries and their selections, if they are shown
+    picks: list[records.Pick] = field(default_factory=list)  # queries and their selections, if the report shows them
 
 
-SolvedBySpace = dict[Space, Solved]  # results of one head's problems, or of one draw of its null, by space
+SolvedBySpace = dict[Space, Solved]  # results by space, for a head or for one draw of its null
 
 
 @dataclass(frozen=True)
@@ -175,15 +175,15 @@ class StoredSequence:
 class Selector:
     """Gatherer that stores sequences of one site and solves each head's selection problem in all available spaces.
 
-    A selector stores the first sequence, and others that keep the total within MOST_TOKENS tokens: the module's inputs
-    if M acts on them, otherwise queries and keys. With a position bias, nothing is stored or solved. The null rotates
-    each space's form randomly on both sides, and then chooses queries and tokens again.
+    A selector stores the first sequence, and further sequences if the total is at most MOST_TOKENS tokens. It stores
+    the module's inputs if M on these inputs is known, otherwise queries and keys. With a position bias, nothing is
+    stored or solved. For the null, each form is rotated randomly on both sides, and the selection is repeated.
     """
 
     def __init__(self, place: GatheringPlace) -> None:
         self.place = place
         self.stored: list[StoredSequence] = []
-        self.shares: dict[int, dict[int, float]] = defaultdict(dict)  # share of decided queries, by head and sequence
+        self.shares: dict[int, dict[int, float]] = defaultdict(dict)  # shares of decided queries, by head and sequence
         self.kv_heads: dict[int, int] = {}
         self.softmax: dict[int, Softmax] = {}
         self.scale, self.biased = 1.0, False
@@ -222,11 +222,11 @@ class Selector:
         return {head: self._answer(head, *solutions) for head, solutions in zip(heads, by_head, strict=True)}
 
     def scenes(self, head: int) -> list[Scene]:
-        """Return the stored sequences as one head sees them, in the first space."""
+        """Return the stored sequences as scenes of one head, in the first space."""
         return [stored.scene(head) for stored in self.stored if head in stored.place_of]
 
     def nearness(self, head: int) -> Nearness | str:
-        """Compare one head with its SVM in the first space; return the reason if there is no result."""
+        """Compare one head with its SVM in the first space, or return the reason why this is impossible."""
         if head not in self.softmax:
             return "its queries or keys contain NaN or Inf in every sequence"
         if self.biased:
@@ -268,9 +268,9 @@ class Selector:
         return projected, _scaled_identity(key.shape[-1], form.scale)
 
     def _solve_spaces(self, head: int, draw: int | None) -> Iterator[tuple[Space, Selections, Nearness | str]]:
-        """Yield each space, its selections, and the comparison with the SVM or the reason why there is none.
+        """Yield each space, its selections, and the comparison with the SVM or the reason why it is missing.
 
-        `draw` is the index of a random head of the null; None is the head itself. The head selects once for all
+        `draw` is the index of a random head of the null, or None for the head itself. The head selects once for all
         spaces; a random head selects separately in each space.
         """
         chosen = None
@@ -286,7 +286,7 @@ class Selector:
             yield space, chosen, head_svm.compare_with_svm(scenes, form, chosen)
 
     def _solve_task(self, task: tuple[int, int | None]) -> SolvedBySpace:
-        """Solve the problems of `_solve_spaces` for one head and draw, and return their summaries by space."""
+        """Solve the problems of one head and draw in all spaces, and return their summaries by space."""
         head, draw = task
         shown = self.spaces[0] if self.place.shown and draw is None else None
         numbers = [stored.sequence for stored in self.stored if head in stored.place_of]
@@ -324,7 +324,7 @@ class Selector:
 
 
 def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[int]) -> Solved:
-    """Summarise a problem's solution without tensors; with the sequences' indices `numbers`, include the queries."""
+    """Return a problem's solution without tensors; with the sequences' indices `numbers`, include the queries."""
     values = {"queries": float(len(chosen.sets))}
     if chosen.sets:
         values["least_decided"] = float(chosen.log_odds.min().sigmoid())
@@ -353,7 +353,7 @@ def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[i
 
 
 def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> records.Measure:
-    """Return a problem's measure; its null is the mean and sd over the draws with a value, if at least two have one."""
+    """Return a problem's measure; the null is the mean and sd over `draws`, if at least two draws have a value."""
     if name not in solution.values:
         return records.Measure(value=None, reason=solution.reason)
     values = torch.tensor([draw.values[name] for draw in draws if name in draw.values], dtype=torch.float64)
@@ -374,9 +374,9 @@ def _scaled_identity(size: int, scale: float) -> FactoredForm:
 def selector(place: GatheringPlace) -> Selector:
     """Does a head select tokens like its max-margin SVM, and with what margin?
 
-    Margins and cosine use M′ = M − W_fin. W_fin is the smallest form with M's score differences inside the selected
-    sets. If each set contains one token, W_fin is 0 and margins are positive, because M scores this token above all
-    others; for sets of several tokens (`top-p`) margins can be negative.
+    Margins and cosine use M′ = M − W_fin. W_fin is the form of least norm with M's score differences inside the
+    selected sets. If each set contains one token, W_fin is 0, and margins are positive because M scores this token
+    above all others; for sets of several tokens (`top-p`), margins can be negative.
 
     If the logits are bilinear in the module's inputs, the problem is posed on these inputs and, in the measures named
     `projected_…`, on queries and keys with M = s·I. Otherwise (RoPE, QK-norm, cross-attention) the problem is posed

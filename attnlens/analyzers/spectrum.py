@@ -1,4 +1,4 @@
-"""Singular values of a head's logits: effective rank, stable rank, decay."""
+"""Singular values of a head's form M and attention P: ranks, decay, entropy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attnlens.analyzers.registry import MeasureInfo, Readings, analyzer, linalg
 from attnlens.records import QueryKey
 
 ZERO = "the matrix is zero"
-# the number is that of attnlens.maths.linalg.long
+# the limit is LONG in attnlens.maths.linalg.long
 LONG = "more than 2,048² pairs of queries and keys, and {}: reduce --length"
 WHOLE = LONG.format("not all singular values are computed")
 LEADING = LONG.format("the rank exceeds about 250, the largest that is computed")
@@ -17,27 +17,27 @@ form_rank = partial(form_measure, low=1, missing=ZERO, sized_by="head_dim")
 WEIGHTS = (
     form_rank(
         "weights.stable_rank",
-        "number of directions that carry M's norm",
+        "squared Frobenius norm of M relative to its largest squared singular value",
         "‖M‖_F²/‖M‖₂²",
-        scale=("a single direction carries the norm of M", "the norm is spread evenly over the directions"),
+        scale=("a single direction dominates M", "the norm is spread evenly over the directions"),
         use="Far below weights.effective_rank, a single direction dominates the head's norm.",
         paper="Rudelson & Vershynin 2007, numerical rank",
     ),
     form_rank(
         "weights.effective_rank",
-        "number of directions that M uses, by entropy",
+        "effective number of directions in M, by the entropy of its singular values",
         "exp(−Σ p log p), p = σ/Σσ",
-        scale=("the head uses few directions of its inputs", "it uses about head_dim directions, like random weights"),
+        scale=("the head uses few directions of its inputs", "the head uses most of its head_dim directions"),
         ends="both",
         series=9,
-        use="Below its null, training has concentrated the head; ranks --budget loss:1% measures the rank needed.",
+        use="Below its null, M has fewer directions than by chance; ranks --budget loss:1% measures the rank needed.",
         paper="Roy & Vetterli 2007",
     ),
     form_rank(
         "weights.rank90",
         "rank that keeps 90 % of M's squared norm",
         "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ²",
-        scale=("few directions carry 90 % of M's squared norm", "most directions are needed"),
+        scale=("few directions contain 90 % of M's squared norm", "most directions are needed"),
         use="A first guess for a rank; swap-kernel --kernel rank:8 measures the loss at rank 8.",
     ),
     form_measure(
@@ -57,7 +57,7 @@ WEIGHTS = (
         low=0,
         curve=True,
         matrix="M",
-        use="Look for a step: the directions after it contribute little to M.",
+        use="Look for a sharp drop: the directions after it contribute little to M.",
     ),
 )
 
@@ -67,21 +67,21 @@ share_in_largest = partial(
     attention_share,
     curve=True,
     matrix="P",
-    use="The sooner it nears 1, the lower the rank that suffices; its first value is ksvd.first_share.",
+    use="The earlier it approaches 1, the lower the rank that suffices; the first value is ksvd.first_share.",
     paper="Chen et al. 2023, Figure 1",
 )
 UNIFORM = "attention is uniform, so its centred matrix is zero"
 TOKENS = (
     attention_share(
         "tokens.entropy",
-        "normalised entropy of attention: 0 if on one key, 1 if uniform over the allowed keys (a sink counts as a key)",
+        "normalised entropy of attention: 0 for one key, 1 if uniform over the allowed keys (a sink counts as a key)",
         "mean over queries of −Σ p log p/log(allowed keys)",
         scale=("each query attends to a single key", "each query attends to all keys evenly"),
         missing="no query sees two keys",
         headline=True,
         ends="both",
         series=10,
-        use="Near 0 a head picks single keys, near 1 it averages all; if many heads fall to 0, attention collapses.",
+        use="Near 0, a head selects one key; near 1, it averages all. If many heads fall to 0, attention collapses.",
     ),
     attention_share(
         "tokens.max_weight",
@@ -89,18 +89,18 @@ TOKENS = (
         "mean over queries of max_j p_ij",
         scale=("no key stands out", "one key gets almost all the weight of each query"),
         missing="no query sees a key",
-        use="If it is large, inspect --analyzer selection shows what is selected.",
+        use="If it is large, inspect --analyzer selection shows the selected tokens.",
     ),
     attention_rank(
         "tokens.effective_rank",
-        "number of directions that the attention matrix P uses, by entropy",
+        "effective number of directions in the attention matrix P, by the entropy of its singular values",
         "exp(−Σ p log p), p = σ(P)/Σσ(P)",
         scale=("all queries attend alike", "every query attends differently"),
         missing=f"{ZERO}, or has {WHOLE}",
         headline=True,
         ends="both",
         series=9,
-        use="Near 1 all queries attend alike; tokens.centred_effective_rank excludes uniform attention.",
+        use="Near 1, all queries attend alike; tokens.centred_effective_rank excludes uniform attention.",
         paper="Roy & Vetterli 2007",
     ),
     attention_rank(
@@ -109,19 +109,19 @@ TOKENS = (
         "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ²",
         scale=("a few patterns of attention explain all queries", "low-rank attention would lose much"),
         missing=f"{ZERO}, or has {LEADING}",
-        use="If small relative to the window's length, low-rank attention could replace it; it grows with --length.",
+        use="If it is small relative to the window, low-rank attention could replace the head; it grows with --length.",
     ),
     attention_rank(
         "tokens.centred_effective_rank",
         "effective rank of P after centring, which removes uniform attention",
         "effective rank of P(I − 11ᵀ/n) = P − 11ᵀ/n",
         missing=f"{UNIFORM}, or there are {WHOLE}",
-        use="Compare it with tokens.effective_rank, which a uniform component can keep near 1.",
+        use="Compare it with tokens.effective_rank, which is near 1 if uniform attention dominates.",
     ),
     attention_rank(
         "tokens.logit_rank90",
-        "rank that keeps 90 % of the squared norm of the logits without query-only terms",
-        "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of the visible logits less their row means, 0 where the mask hides",
+        "rank that keeps 90 % of the squared norm of the logits minus their row means",
+        "least k with Σ_{l≤k}σ² ≥ 0.9·Σσ², σ of the visible logits minus their row means; masked logits are 0",
         scale=("a few dimensions of queries and keys give the same scores", "all dimensions are needed"),
         missing=f"the logits depend on the query alone, which softmax ignores, or have {LEADING}",
         use="Below head_dim, queries and keys of fewer dimensions would give nearly the same scores.",
@@ -132,7 +132,7 @@ TOKENS = (
         "tokens.singular_values_energy",
         "share of P's k largest squared singular values in the sum",
         "(σ₁² + … + σₖ²)/Σσ²",
-        use="The step k at which it passes 0.9 is tokens.rank90.",
+        use="It first reaches 0.9 at k = tokens.rank90.",
         paper="",
     ),
 )

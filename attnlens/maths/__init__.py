@@ -3,8 +3,8 @@
 - `linalg`: spectra, ranks, symmetry and definiteness of factored matrices; shares of the variance of visible scores.
 - `ksvd`: kernel singular value decomposition, dual and primal.
 - `attsvm`: attention as a support vector machine: problems, solvers with certificates, gradient descent.
-- `diagnosis`: hypotheses about how one attention layer became another: permutations, grids, low rank.
-- `statistics`: standard errors, intervals, p-values, nulls, associations.
+- `diagnosis`: hypotheses about the difference between two attention layers: permutations, quantisation, low rank.
+- `statistics`: standard errors, intervals, p-values, null distributions, rank correlations.
 
 Inputs are tensors, or the `QueryKey` of an attention site; outputs are tensors, numbers or frozen dataclasses.
 Computations are in float64 unless a docstring says otherwise. Importers: `analyzers`, `kernels`, `models`, `runs`,

@@ -1,7 +1,7 @@
 """Attention as an asymmetric kernel machine: kernel SVD, dual and primal (Chen et al. 2023).
 
 All functions take plain tensors, such as (…, tokens, features), and treat leading axes as a batch. They return tensors,
-or a frozen `Dual`, `Primal` or `Nystrom`. Decompositions are computed in float64. Importers: as for `attnlens.maths`.
+or a frozen `Dual`, `Primal` or `Nystrom`. Decompositions are computed in float64. Importers: see `attnlens.maths`.
 
 >>> import torch
 >>> from attnlens.maths import ksvd
@@ -15,15 +15,15 @@ or a frozen `Dual`, `Primal` or `Nystrom`. Decompositions are computed in float6
 >>> torch.allclose(weights.e_scores(queries), solution.e)
 True
 
-Three functions handle long sequences. No command uses the last two; they are for programs that import attnlens.
+Three functions handle long sequences; no command uses the last two.
 
-- `dual`, for a kernel with finitely many features (cosine, random features): exact, in O(tokens · features²), without
+- `dual`, for a kernel with finitely many features (cosine, random features): exact, in O(tokens · features²) without
   forming K.
 - `truncated`, for a dense K that fits in memory, such as attention over more than a thousand tokens: it computes only
-  the s leading components, each exact to rounding.
+  the s leading components.
 - `nystrom`, for any kernel function if K does not fit in memory: an approximation from K's columns at a few keys and
-  its rows at a few queries. The approximation divides by the block's s-th singular value, so it is more
-  stable if s is about half the number of sampled keys.
+  K's rows at a few queries. Choose s near half the number of sampled keys; the approximation is unstable if the s-th
+  singular value of the sampled block is small.
 
 >>> def kernel(query, key):
 ...     return (0.25 * query.double() @ key.double().mT).exp()
@@ -70,14 +70,14 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def cosine_features(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_dim"]:
-    """Return φ(x) = x/‖x‖ in float64: ⟨φ(q), φ(k)⟩ is the cosine kernel (Chen et al. 2023, section 4.1); 0 stays 0."""
+    """Return φ(x) = x/‖x‖ in float64: ⟨φ(q), φ(k)⟩ is the cosine kernel (Chen et al. 2023, section 4.1); φ(0) = 0."""
     return unit(x.double())
 
 
 def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_dim"]:
-    """Return x/‖x‖ in the dtype of x; zero, with finite gradients, if x is zero."""
-    # x is first divided by its largest entry, so that no square under- or overflows. This divisor cancels in x/‖x‖, so
-    # it needs no gradient.
+    """Return x/‖x‖ in the dtype of x; a zero vector stays zero and has finite gradients."""
+    # x is first divided by its largest entry, so that no square under- or overflows. The divisor cancels in x/‖x‖,
+    # so it needs no gradient.
     largest = x.detach().abs().amax(-1, keepdim=True)
     scaled = x / torch.where(largest > 0, largest, 1.0)
     length = scaled.norm(dim=-1, keepdim=True)
@@ -85,7 +85,7 @@ def unit(x: Float[Tensor, "*batch n head_dim"]) -> Float[Tensor, "*batch n head_
 
 
 def centre_rows(x: Queries) -> Queries:
-    """Subtract the mean row in float64; the result is exactly 0 if rows differ only by rounding.
+    """Subtract the mean row from each row, in float64; the result is exactly 0 if rows differ only by rounding.
 
     If the rows are the key features of a kernel matrix K, centring turns K into K(I − 11ᵀ/n).
     """
@@ -99,7 +99,7 @@ def centre_rows(x: Queries) -> Queries:
 def random_features(
     x: Float[Tensor, "*batch n head_dim"], scale: float, count: int, seed: int = 0
 ) -> Float[Tensor, "*batch n count"]:
-    """Compute positive random features φ with the expected inner product E⟨φ(q), φ(k)⟩ = exp(s⟨q, k⟩), in float64.
+    """Return positive random features φ(x) in float64, with the expected inner product E⟨φ(q), φ(k)⟩ = exp(s⟨q, k⟩).
 
     φ_i(x) = exp(⟨ω_i, x√s⟩ − s‖x‖²/2)/√count (Choromanski et al. 2021, Lemma 1), with Gaussian ω in orthogonal blocks;
     s is `scale`. The exponent is at most ‖ω‖²/2, about head_dim/2, so exp does not overflow for any usual head_dim.
@@ -113,7 +113,7 @@ def random_features(
 
 
 def sampled_rows(x: Queries, count: int) -> Sampled:
-    """Return `count` evenly spaced rows of X in float64, first to last; all n rows if n ≤ count.
+    """Return `count` evenly spaced rows of X in float64, from the first to the last; all n rows if n ≤ count.
 
     If count = 1, the result is the first row. In Chen et al. 2023, Eq. 6, such rows are the data-dependent projection F
     = X'. Raises UsageError if count < 1.
@@ -125,10 +125,10 @@ def sampled_rows(x: Queries, count: int) -> Sampled:
 def evenly_spaced(
     x: Queries, count: int, mask: Bool[Tensor, "*#batch n"] | None = None
 ) -> Float[Tensor, "*batch count features"]:
-    """Return `count` evenly spaced rows among the rows at which the mask is true; without a mask, among all rows.
+    """Return `count` evenly spaced rows from those at which the mask is true (default: from all rows).
 
-    From n such rows, the function takes rows ⌊i(n − 1)/(count − 1)⌋ for i = 0 … count − 1, as in the published code, or
-    row 0 if count = 1. Rows are repeated if n < count, and row 0 is repeated if the mask is all false.
+    The indices among these n rows are ⌊i(n − 1)/(count − 1)⌋ for i = 0 … count − 1, as in the code of Chen et al., or 0
+    if count = 1. Rows are repeated if n < count, and row 0 is repeated if the mask is all false.
     """
     if mask is None:
         mask = x.new_ones(x.shape[-2], dtype=torch.bool)
@@ -146,7 +146,7 @@ def require_positive(name: str, number: int) -> None:
 
 @lru_cache(maxsize=16)
 def orthogonal_draws(count: int, head_dim: int, seed: int) -> Float[Tensor, "count head_dim"]:
-    """Draw `count` rows in orthogonal blocks: directions are uniform, lengths those of independent Gaussian vectors."""
+    """Draw `count` vectors in orthogonal blocks, with uniform directions and the lengths of Gaussian vectors."""
     # The draws are cached, and gradients cannot pass through a tensor made in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
@@ -191,20 +191,20 @@ class Dual:
         return self.right * self.values[..., None, :]
 
     def e_scores(self, rows: Float[Tensor, "*batch new m"]) -> Float[Tensor, "*batch new s"]:
-        """Return the e-scores of new queries from their kernel with the training keys: K(new, keys) H_r."""
+        """Return the e-scores K(new, keys) H_r of new queries; `rows` is K(new, training keys)."""
         return rows.double() @ self.right
 
     def r_scores(self, columns: Float[Tensor, "*batch n new"]) -> Float[Tensor, "*batch new s"]:
-        """Return the r-scores of new keys from their kernel with the training queries: K(queries, new)ᵀ H_e."""
+        """Return the r-scores K(queries, new)ᵀ H_e of new keys; `columns` is K(training queries, new)."""
         return columns.double().mT @ self.left
 
 
 def dual(query_features: Queries, key_features: Keys, s: int, projection: Sampled | None = None) -> Dual:
     """Compute the s leading singular triplets of K = Φ_q FᵀF Φ_kᵀ by QR of both factors, without forming K.
 
-    `projection` is F; None means the identity. At most min(n, m, features, sampled) components are returned, because K
-    cannot have more. σ up to eps · min(features, sampled) · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F count as 0. Raises UsageError if s <
-    1 or if an argument contains NaN or Inf.
+    `projection` is F; None means the identity. At most min(n, m, features, sampled) components are returned, because
+    this number bounds the rank of K. σ ≤ eps · min(features, sampled) · ‖Φ_q Fᵀ‖_F ‖Φ_k Fᵀ‖_F count as 0. Raises
+    UsageError if s < 1 or if an argument contains NaN or Inf.
     """
     require_positive("s", s)
     for name, value in (("query features", query_features), ("key features", key_features), ("projection", projection)):
@@ -226,7 +226,7 @@ def matrix_dual(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
 
 
 def require_finite(name: str, tensor: Float[Tensor, "*shape"]) -> None:
-    """Raise UsageError if the tensor contains NaN or Inf, because it then has no singular vectors."""
+    """Raise UsageError if the tensor contains NaN or Inf."""
     if not bool(tensor.isfinite().all()):
         verb = "contain" if name.endswith("s") else "contains"
         raise UsageError(f"The {name} {verb} NaN or Inf.", "Exclude the heads whose values are not finite.")
@@ -251,7 +251,7 @@ def _residual(solution: Dual, through_right: Left, through_left: Right) -> PerHe
 
 
 def _factors(query_features: Queries, key_features: Keys, projection: Sampled | None) -> Factors:
-    """Return A and B with K = A Bᵀ. An F with more rows than columns is first replaced by a root R with RᵀR = FᵀF."""
+    """Return A and B with K = A Bᵀ. If F has more rows than columns, the R of its QR factorisation replaces F."""
     left, right = query_features.double(), key_features.double()
     if projection is None:
         return left, right
@@ -279,7 +279,7 @@ def _pack(left: Tensor, right: Tensor, values: Float[Tensor, "some core"], borde
 
 
 def _truncate(packed: Float[Tensor, "*batch rows core"], n: int, s: int) -> Dual:
-    """Unpack the first s components of n queries; set those with σ at or below the threshold to zero."""
+    """Unpack the first s components for n queries; set components with σ at or below the threshold to zero."""
     # Strict: a zero matrix has threshold 0, and none of its values is above it.
     above = packed[..., -2, :s] > packed[..., -1, :s]
     first = torch.where(above[..., None, :], packed[..., :-1, :s], 0.0)
@@ -292,10 +292,9 @@ def truncated(matrix: Float[Tensor, "*batch n m"], s: int) -> Dual:
     ARPACK's restarted Lanczos method is applied to KᵀK: residuals are near 1e-15, but directions with σ below 1e-8·σ₁
     are lost. σ up to eps · max(n, m) · σ₁ count as 0.
 
-    No command calls this function; programs can call `truncated(attention, s=8)` for attention matrices (heads, n, m).
-    Use it if s is far below min(n, m), as for attention over more than a thousand tokens. If 4s ≥ min(n, m), the
-    function uses the full SVD, which is then as fast. If K is computed from features, use `dual`, which is exact and
-    faster. Raises UsageError if s < 1 or if the matrix contains NaN or Inf.
+    Use this function if s is far below min(n, m), as in `truncated(attention, s=8)` for attention over more than a
+    thousand tokens. If 4s ≥ min(n, m), it computes the full SVD, which is then as fast. If K is computed from features,
+    use `dual`, which is exact and faster. Raises UsageError if s < 1 or if the matrix contains NaN or Inf.
     """
     require_positive("s", s)
     n, m = matrix.shape[-2:]
@@ -331,20 +330,20 @@ class Nystrom:
     through_queries: Float[Tensor, "*batch n_sampled s"]  # U Σ^{−½}; zero columns beyond the block's rank
 
     def query_features(self, columns: Float[Tensor, "*batch n m_sampled"]) -> Left:
-        """Return φ_q of queries, from their kernel K(x, y_J) with the sampled keys."""
+        """Return the features φ_q of queries from `columns`, their kernel values K(x, y_J) with the sampled keys."""
         return columns.double() @ self.through_keys
 
     def key_features(self, rows: Float[Tensor, "*batch n_sampled m"]) -> Right:
-        """Return φ_k of keys, from their kernel K(x_I, y) with the sampled queries."""
+        """Return the features φ_k of keys from `rows`, their kernel values K(x_I, y) with the sampled queries."""
         return rows.double().mT @ self.through_queries
 
 
 def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystrom:
     """Compute feature maps from a block W = K(x_I, y_J); `dual` of the features approximates the SVD of all of K.
 
-    Use this function for sequences whose K does not fit in memory; no command calls it. Build the block from
-    `sampled_rows` of queries and keys. Pass K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both
-    results to `dual`, as in the example of `attnlens.maths.ksvd`.
+    Use this function if K does not fit in memory. Build the block from `sampled_rows` of queries and keys. Pass
+    K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both results to `dual`; the module docstring has
+    an example.
 
     The result is exact if W has the rank of K and s is at least this rank. Otherwise, with k = n' = m' = s and W
     invertible, the error is at most σ_{k+1}(K) · ‖K(·, y_J)W⁻¹‖₂ · ‖V_J⁻¹‖₂, where V_J consists of the sampled rows of
@@ -358,7 +357,7 @@ def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystr
 
 @dataclass(frozen=True)
 class Primal:
-    """W_e, W_r and Λ of Chen et al. 2023, Eq. 6, per head: with F they give scores of any token."""
+    """W_e, W_r and Λ of Chen et al. 2023, Eq. 6, for each head. They determine the scores of any token."""
 
     query_weight: Float[Tensor, "*batch sampled s"]
     """W_e = Σ_j Fφ_k(x_j) h_{r,j}ᵀ: the queries' weights are built from the keys (sampled = features if F is I)."""
@@ -401,10 +400,12 @@ def objective(
 ) -> PerHead:
     """Return the objective J of every head under the convention "paper" (Eq. 6) or "code".
 
-    J has the kernel's unit and either sign. paper: ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r), which is 0 at every
-    stationary point, where e and r contribute ½Σσ each. J is indefinite, so J = 0 does not prove that a point is
-    stationary: check `residual` too. code: ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² − tr(W_eᵀW_r), which is 0 at the SVD of a
-    square K (n = m) if Λ² = n/σ instead of Λ = 1/σ. J is differentiable in every argument. Raises UsageError for
+    - "paper": J = ½Σ_i e_iᵀΛe_i + ½Σ_j r_jᵀΛr_j − tr(W_eᵀW_r). J is 0 at every stationary point, where e and r
+      contribute ½Σσ each. J = 0 does not prove that a point is stationary: check `residual` too.
+    - "code": J = ½mean_i‖Λe_i‖² + ½mean_j‖Λr_j‖² − tr(W_eᵀW_r). J is 0 at the SVD of a square K (n = m) if Λ² = n/σ
+      instead of Λ = 1/σ.
+
+    J has the unit of the kernel, can be negative, and is differentiable in every argument. Raises UsageError for
     another convention.
     """
     _check_convention(convention)
@@ -419,8 +420,9 @@ def objective(
 def regulariser(objectives: Float[Tensor, "*batch layers heads"], convention: Convention = "paper") -> PerHead:
     """Return the penalty ≥ 0 computed from the objectives J; the loss contains η times this penalty.
 
-    paper: Σ_layers Σ_heads J². code: mean_layers (mean_heads J)². The paper does not mention heads; under "paper" each
-    head is treated as a separate problem. Under "code" a negative J of one head can cancel a positive J of another.
+    - "paper": Σ_layers Σ_heads J². The paper does not mention heads; each head is treated as a separate problem.
+    - "code": mean_layers (mean_heads J)². A negative J of one head can cancel a positive J of another.
+
     Raises UsageError for another convention.
     """
     _check_convention(convention)
@@ -431,11 +433,11 @@ def regulariser(objectives: Float[Tensor, "*batch layers heads"], convention: Co
 
 def _check_convention(convention: str) -> None:
     if convention not in get_args(Convention):
-        raise UsageError(f"Unknown convention of the objective J: {convention!r}.", 'Write "paper" or "code".')
+        raise UsageError(f"Unknown convention of the objective J: {convention!r}.", 'Pass "paper" or "code".')
 
 
 def principal_angles(left: Left, right: Left) -> Float[Tensor, "*batch s"]:
-    """Return the principal angles between two spaces given by orthonormal columns, ascending, in radians in [0, π/2].
+    """Return the principal angles between the spans of two sets of orthonormal columns, ascending, in [0, π/2] radians.
 
     A zero column spans nothing and counts as an angle of π/2. Small angles are computed from the sines, large ones from
     the cosines, so that both are exact to rounding (Knyazev & Argentati 2002).
@@ -453,8 +455,8 @@ def principal_angles(left: Left, right: Left) -> Float[Tensor, "*batch s"]:
 def mean_angle(left: Left, right: Left, sizes: Real[Tensor, "*batch"]) -> PerHead:
     """Return the mean principal angle in radians between the spans of the first `sizes` columns of both bases.
 
-    0: equal spans, as for a symmetric K; π/2: orthogonal spans; NaN: `sizes` is 0. The spans are not unique if `sizes`
-    cuts through a group of equal singular values.
+    The angle is 0 for equal spans, as for a symmetric K, π/2 for orthogonal spans, and NaN if `sizes` is 0. The spans
+    are not unique if `sizes` cuts through a group of equal singular values.
     """
     first = torch.arange(left.shape[-1], device=left.device) < sizes[..., None]
     angles = principal_angles(*(torch.where(first[..., None, :], part, 0.0) for part in (left, right)))

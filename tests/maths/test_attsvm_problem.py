@@ -134,7 +134,7 @@ REFUSED = {
     "no dimension": (lambda: selection(TOKENS[..., :0], QUERIES, CHOSEN), "of which the last must not be empty"),
     "no query dimension": (lambda: selection(TOKENS, QUERIES[:, :0], CHOSEN), "of which the last must not be empty"),
     "two axes": (lambda: selection(TOKENS[0], QUERIES, CHOSEN), "needs 3 dimensions"),
-    "too few queries": (lambda: selection(TOKENS, QUERIES[:2], CHOSEN), "needs a query"),
+    "too few queries": (lambda: selection(TOKENS, QUERIES[:2], CHOSEN), "one entry for each of the 3 samples"),
     "too few margins": (lambda: selection(TOKENS, QUERIES, CHOSEN, margins=torch.ones(2)), "margins"),
     "no such token": (lambda: selection(TOKENS, QUERIES, torch.tensor([0, 5, 0])), "allowed"),
     "hidden token": (lambda: selection(TOKENS, QUERIES, CHOSEN, torch.eye(5)[:3].bool()), "allowed"),

@@ -502,7 +502,7 @@ def test_a_factor_of_values_divided_out_of_the_output_is_harmless(kind):
     first, values = draw(kind), scale(3, "value.weight", "value.bias")
     cause = find_cause(first, values, {"output.weight": first.parts["output.weight"] / 3})
     assert cause.harmless
-    assert cause.text.startswith("W_V is multiplied by 3 and W_O divided by it")
+    assert cause.text.startswith("W_V is multiplied by 3 and W_O divided by 3")
     causes = find_causes(first, values, {"output.weight": first.parts["output.weight"] / 2})
     assert not any(cause.harmless for cause in causes)
 

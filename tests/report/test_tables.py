@@ -321,7 +321,7 @@ def test_texts_on_measures_mention_rope_only_for_models_that_may_have_it(positio
     shapes = Shapes(report.model_copy(update={"model": report.model.model_copy(update={"conventions": conventions})}))
     info = shapes.readings["weights.symmetry"].info
     assert ("RoPE" in info.meaning, "RoPE" in info.formula) == (mentioned, mentioned)
-    assert info.meaning.startswith("symmetry of M: 1 symmetric; 0 equal symmetric and antisymmetric parts; −1 anti")
+    assert info.meaning.startswith("symmetry of M: 1 if symmetric, −1 if antisymmetric, 0 if both parts are equal")
     assert info.formula.startswith("(‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K)")
     symbols = "S and A are its parts. Under RoPE M depends on Δ, and the rest on both. Cross-attention has only a norm."
     kept = symbols if mentioned else "S and A are its parts. Cross-attention has only a norm."

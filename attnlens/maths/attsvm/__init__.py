@@ -1,9 +1,10 @@
 """Att-SVM, attention as a support vector machine over tokens: build, solve and certify its problems.
 
 - `problem`: functions that build problems (`selection`, `prompt`, `causal`, `selection_sets`, `finite_part`,
-  `next_token`), and `certify`, which computes a solution and its duality gap from given multipliers.
+  `next_token`), and `certify`, which computes a solution and its duality gap from multipliers.
 - `frobenius`: `solve`, which minimises ‖W‖_F, `soft_margin`, which also allows violations, and `separable`, which
-  decides if any W meets the constraints. `nuclear`: `solve_nuclear`, which minimises the nuclear norm.
+  decides if any W meets the constraints.
+- `nuclear`: `solve_nuclear`, which minimises the nuclear norm.
 - `head`: the comparison of an attention head with its SVM.
 - `descent`: gradient descent on one-layer attention, for many trials at once.
 
@@ -19,8 +20,8 @@ or that the problem is infeasible, unless its status is `inaccurate`. Importers:
 >>> solution.status, bool(solution.gap < 1e-9), bool((problem.scores(solution.W) > 1 - 1e-6).all())
 ('optimal', True, True)
 
-If no W separates the tokens, for example because a selected token occurs twice, the soft margin measures how nearly a W
-can separate them; C is the penalty per unit of slack.
+If no W separates the tokens, for example because a selected token occurs twice, the soft margin minimises ‖W‖²/2 + C
+times the total violation of the constraints.
 
 >>> copied = tokens.clone()
 >>> copied[4] = copied[1]

@@ -1,4 +1,4 @@
-"""Normalised gradient descent on one-layer attention, for many trials at once, and its problem instances."""
+"""Normalised gradient descent on one-layer attention for many trials at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LARGEST = torch.finfo(torch.float64).max
 
 
 class Anchored(NamedTuple):
-    """Tokens as differences from an anchor token α, so that small differences keep their digits."""
+    """Tokens stored as differences from an anchor token α, so that small differences are exact."""
 
     chosen: Int[Tensor, "trials n"]  # Index α
     token: Float[Tensor, "trials n d"]  # x_α
@@ -46,7 +46,7 @@ class Linear:
     v: Float[Tensor, "trials d"]
 
     def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
-        """Return the output f and the score differences γ_t − γ_α from the anchor α, where γ_t = vᵀx_t."""
+        """Return the output f and the score differences γ_t − γ_α, where γ_t = vᵀx_t and α is the anchor."""
         v = self.v[:, None, :, None]
         rises = (anchored.differences @ v).squeeze(-1)
         return (anchored.token[..., None, :] @ v).flatten(2).squeeze(-1) + (weights * rises).sum(-1), rises
@@ -59,7 +59,7 @@ class Relu:
     V: Float[Tensor, "trials hidden d"]
 
     def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
-        """Return f and the score differences γ_t − γ_α from the anchor α, where γ_t = Σ_j [(V a)_j > 0] (V x_t)_j."""
+        """Return the output f and γ_t − γ_α, where γ_t = Σ_j [(V a)_j > 0] (V x_t)_j and α is the anchor."""
         mean = anchored.token + (weights[..., None, :] @ anchored.differences).squeeze(-2)
         hidden = mean @ self.V.mT
         slope = (hidden > 0).to(hidden.dtype) @ self.V
@@ -73,7 +73,7 @@ class Scores:
     scores: Float[Tensor, "trials n T"]
 
     def evaluate(self, weights: Weights, anchored: Anchored) -> Output:
-        """Return the output f and the differences γ_t − γ_α of the given scores, where α is the anchor."""
+        """Return the output f and the differences γ_t − γ_α of `scores`, where α is the anchor."""
         chosen = self.scores.gather(-1, anchored.chosen[..., None])
         rises = self.scores - chosen
         return chosen.squeeze(-1) + (weights * rises).sum(-1), rises
@@ -85,7 +85,7 @@ PredictionHead: TypeAlias = Linear | Relu | Scores
 
 @dataclass(frozen=True)
 class Instances:
-    """Instances i of several trials of one size, with f_i = h(Σ_t s_it x_it) and s_i = softmax_t(x_itᵀ W z_i).
+    """Instances i of several trials of equal size, with f_i = h(Σ_t s_it x_it) and s_i = softmax_t(x_itᵀ W z_i).
 
     See Tarzanagh et al. 2023, Eq. 1.
     """
@@ -98,7 +98,7 @@ class Instances:
     """True for tokens in the softmax, as in a causal mask; None: all tokens."""
 
     def anchor(self, chosen: Int[Tensor, "trials n"]) -> Anchored:
-        """Return the tokens anchored at the chosen token of each instance."""
+        """Return the tokens as differences from the chosen token of each instance."""
         index = chosen[..., None, None].expand(-1, -1, 1, self.tokens.shape[-1])
         token = self.tokens.gather(2, index)
         differences = self.tokens - token
@@ -106,7 +106,7 @@ class Instances:
         return Anchored(chosen, token.squeeze(2), differences, pulls if self.allowed is None else pulls & self.allowed)
 
     def anchor_first(self) -> Anchored:
-        """Return the tokens anchored at the first allowed token of each instance."""
+        """Return the tokens as differences from the first allowed token of each instance."""
         first = self.labels.new_zeros(self.labels.shape) if self.allowed is None else self.allowed.byte().argmax(-1)
         return self.anchor(first.long())
 
@@ -116,7 +116,7 @@ class Instances:
         gaps = self._hide_masked((anchored.differences @ score).squeeze(-1))
         if (gaps > 0).any():
             anchored = self.anchor(torch.where((gaps > 0).any(-1), gaps.argmax(-1), anchored.chosen))
-            # Rounding can leave a gap of one ulp, although no gap can exceed 0, the gap of the new anchor.
+            # The new anchor has the largest score, so a gap above 0 is a rounding error.
             gaps = self._hide_masked((anchored.differences @ score).squeeze(-1)).clamp(max=0)
         return anchored, gaps
 
@@ -130,7 +130,7 @@ class Descent:
 
     steps: tuple[int, ...]  # Recorded iterations; 0 is the start
     W: Float[Tensor, "steps trials d d_query"]  # Form W, or K Qᵀ
-    chosen: Int[Tensor, "steps trials n"]  # α, the token of the largest weight
+    chosen: Int[Tensor, "steps trials n"]  # α, the token with the largest weight
     largest: Float[Tensor, "steps trials n"]  # Largest softmax weight
     log_weights: Float[Tensor, "trials n T"]  # log s at the end; −∞ for tokens that are not allowed
     stationary: Bool[Tensor, " trials"]
@@ -165,13 +165,15 @@ def descend(
 
     If `start` is a pair of factors (K, Q) with W = KQᵀ, the steps are K ← K − lr·∇_W Q/c and Q ← Q − lr·∇_WᵀK/c. With
     the normaliser "form", c is ‖∇_W‖ in both steps, and ‖W‖ after t steps grows at most as (1 + lr)^2t; with "own",
-    each direction is divided by its own norm, and ‖W‖ grows at most as t². `floor` is added to every norm: with the
-    2.2e-16 of published code, a trial whose gradient vanishes stops; with 0, the trial follows the remaining tiny
-    gradient. The losses are log(1 + e^(−Yf)) ("logistic"), e^(−Yf) ("exponential") and −log(Yf) ("log"), which needs Yf
-    > 0. `record` lists the iterations to record (0 is the start); the last iteration is always recorded. `progress` is
+    each direction is divided by its own norm, and ‖W‖ grows at most as t². `floor` is added to every norm. With the
+    2.2e-16 of the published code, a trial stops if its gradient vanishes; with 0, it follows the remaining tiny
+    gradient. The losses are log(1 + e^(−Yf)) ("logistic"), e^(−Yf) ("exponential") and −log(Yf) ("log"), which needs
+    Yf > 0.
+
+    `record` lists the iterations to record (0 is the start); the last iteration is always recorded. `progress` is
     called with the number of finished iterations and `iterations`. Raises UsageError for iterations < 1, lr ≤ 0, an
-    unknown loss or normaliser, numbers that are not finite, shapes that do not fit, factors that are 0, and, with
-    "form", so many iterations that W could overflow.
+    unknown loss or normaliser, numbers that are not finite, mismatched shapes, a factor that is 0, and, with "form", so
+    many iterations that W could overflow.
     """
     parts: Parts = (start,) if isinstance(start, torch.Tensor) else start
     _check(instances, parts, iterations, lr, loss, normaliser)
@@ -204,7 +206,7 @@ def gradient(
     """
     output, rises = instances.head.evaluate(log_weights.exp(), anchored)
     margin = instances.labels * output
-    # γ_t − γ̄ is computed from differences to γ_α, so that it is exact even if s_α rounds to 1.
+    # Computed from differences to γ_α, γ_t − γ̄ is exact even if s_α rounds to 1.
     deviations = rises - (log_weights.exp() * rises).sum(-1, keepdim=True)
     # log |ℓ'(Yf)|, where |ℓ'| is σ(−Yf) for logistic, e^(−Yf) for exponential, and 1/(Yf) for log
     slope = logsigmoid(-margin) if loss == "logistic" else -margin if loss == "exponential" else -margin.log()
@@ -219,7 +221,7 @@ def gradient(
 
 
 def _step(parts: Parts, D: BilinearForm, lr: float, normaliser: Normaliser, floor: PerTrial) -> Parts:
-    """Return W minus a multiple of D, or K and Q minus multiples of D Q and Dᵀ K. `floor` is scaled like D."""
+    """Return W minus a multiple of D, or K and Q minus multiples of D Q and Dᵀ K; `floor` has the scale of D."""
     if len(parts) == 1:
         return (parts[0] - lr * unit(D, floor),)
     K, Q = parts
@@ -230,7 +232,7 @@ def _step(parts: Parts, D: BilinearForm, lr: float, normaliser: Normaliser, floo
 
 
 def unit(slope: Slope, floor: PerTrial) -> Slope:
-    """Return slope/(‖slope‖ + floor); 0 stays 0. Entries are first divided by the largest, so no square underflows."""
+    """Return slope/(‖slope‖ + floor); a zero slope stays 0. Entries are scaled so that squares cannot underflow."""
     largest = slope.abs().amax((-2, -1), keepdim=True)
     safe = torch.where(largest > 0, largest, 1.0)
     scaled = slope / safe
@@ -240,7 +242,9 @@ def unit(slope: Slope, floor: PerTrial) -> Slope:
 
 def _check(instances: Instances, parts: Parts, iterations: int, lr: float, loss: str, normaliser: str) -> None:
     if not (iterations >= 1 and math.isfinite(lr) and lr > 0):
-        raise UsageError(f"iterations={iterations} and lr={lr} must be positive and finite.", "Pass numbers above 0.")
+        raise UsageError(
+            f"iterations ({iterations}) and lr ({lr}) must be positive and finite.", "Pass finite numbers above 0."
+        )
     for option, value, type_ in (("loss", loss, Loss), ("normaliser", normaliser, Normaliser)):
         if value not in get_args(type_):
             raise UsageError(f"Unknown {option} {value!r}.", f"Choose from: {', '.join(get_args(type_))}.")
@@ -255,7 +259,7 @@ def _check(instances: Instances, parts: Parts, iterations: int, lr: float, loss:
     if len(parts) == 1:
         return
     if any((part == 0).all() for part in parts):
-        raise UsageError("K or Q is 0: the gradient of the other factor is then 0.", "Pass nonzero K and Q.")
+        raise UsageError("K or Q is 0, so the gradient of the other factor is 0.", "Pass nonzero K and Q.")
     if normaliser == "form" and iterations > most_iterations(lr):
         raise UsageError(
             f"K and Q could overflow float64 within {iterations} iterations with lr={lr}.",

@@ -1,4 +1,4 @@
-"""The SVM of least Frobenius norm: the hard margin by active sets, separability, and the soft margin."""
+"""The SVM of least Frobenius norm: hard margin, separability and soft margin."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ PIVOTS = 3  # Consecutive exchanges without a new least number of wrong signs af
 LEAST_DAMPING = 1e-12  # Damping, relative to the diagonal of G, below which a step is Newton's up to rounding
 SHORTEST = 1e-6  # Smallest fraction of a Newton step that is tried
 DECREASE = 1e-4  # Share of the decrease predicted by the slope that a step must reach (Armijo's condition)
-LONG = 1e-3  # If the residual of NNLS is below this for bounds of at most 1, w is longer than 1/LONG or does not exist
-RESOLVED = 1e-12  # If the residual of NNLS is below this, float64 cannot tell if w exists
-INSIDE = 1e-10  # An inequality can contradict the equalities if its squared share outside their span is below this
+LONG = 1e-3  # If the residual of NNLS is below LONG for bounds of at most 1, w is longer than 1/LONG or does not exist
+RESOLVED = 1e-12  # If the residual of NNLS is below RESOLVED, float64 cannot determine whether w exists
+INSIDE = 1e-10  # Largest squared share outside the span of the equalities at which an inequality can contradict them
 MISSED = 1e-9  # Rounding, relative to the largest b, allowed in equalities that depend on other equalities
 REFINEMENTS = 2  # Number of refinement steps for λ if equalities were eliminated
 SMALL = 128  # Most inequalities of a problem whose working set contains all of them from the start
@@ -83,7 +83,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
     answer = certify_loads(working.rows, constraints.refine(working.rows, working.loads))
     if answer.status != "inaccurate" or steps == limit:
         return answer
-    loads = working.solve_nnls() if working.patience else working.loads  # without patience, NNLS computed the loads
+    loads = working.solve_nnls() if working.patience else working.loads  # patience 0: the loads are those of NNLS
     proof = certify_loads(working.rows, loads, meet_bounds=False)
     if proof.status == "infeasible":
         return proof
@@ -92,7 +92,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 
 @dataclass(frozen=True)
 class Separability:
-    """Answer to the question whether any W meets the constraints u W z ≥ b, and the proof of the answer.
+    """Result of `separable`: whether any W meets the constraints u W z ≥ b, with a proof.
 
     The proof is λ: a multiple of Σλ u zᵀ meets the constraints, or Σλ u zᵀ = 0 < Σλb (Gordan 1873, Farkas 1902).
     """
@@ -108,14 +108,14 @@ class Separability:
 def separable(problem: Problem, limit: int = 200) -> Separability:
     """Decide whether any W meets the constraints, from the point of least norm in {Σλ u zᵀ : λ ≥ 0, Σλb = 1}.
 
-    `limit` and the errors are those of `solve`.
+    `limit` is as in `solve`. Raises the same errors as `solve`.
     """
     answer = solve(problem, limit=limit)
     if answer.status == "infeasible":
         return Separability(False, answer.residual, answer.multipliers)
     if answer.gap is None or answer.norm is None or answer.gap == math.inf:
         return Separability(None, None, answer.multipliers)
-    # The gap is finite, so W meets the constraints; it need not be the shortest W.
+    # The gap is finite, so W meets the constraints, although a shorter W can exist.
     return Separability(True, 1.0 / answer.norm if answer.norm > 0.0 else math.inf, answer.multipliers)
 
 
@@ -196,7 +196,7 @@ class Constraints(UnitConstraints):
         return answer.reshape(right.shape)
 
     def inner_products(self, rows: Rows) -> Float[ndarray, "k rank"]:
-        """Return inner products (L⁻¹G_Ec)ᵀ of c in rows with the orthonormalised equalities; compute each only once."""
+        """Return the inner products (L⁻¹G_Ec)ᵀ of c in rows with the orthonormalised equalities, cached for each c."""
         new = rows[self.position[rows] < 0]
         if len(new):
             self.position[new] = self.count + np.arange(len(new))
@@ -256,7 +256,7 @@ class Constraints(UnitConstraints):
         return better if (better >= 0.0).all() else loads
 
     def find_contradiction(self, rows: Rows) -> tuple[Int[ndarray, " one"], Float[ndarray, " one"]]:
-        """Return the row that most clearly contradicts the equalities and its residual's sign; both empty if none."""
+        """Return the row that most clearly contradicts the equalities, and the sign of λ; empty arrays if none does."""
         outside = ~self.empty[rows] - (self.inner_products(rows) ** 2).sum(-1)
         short = np.where(self.equal[rows], np.abs(self.missing[rows]), self.missing[rows])
         beyond = short > MISSED * np.abs(self.unit_bounds[self.equal]).max(initial=0.0)
@@ -286,7 +286,7 @@ class WorkingSet:
         self.gram = constraints.gram(self.rows, self.rows)
         self.optimal = False  # True if λ is optimal for the working set
         self.grown = True  # True if constraints joined in the last step
-        self.damping = 0.0  # Damping of the last damped step; 0 before the first one
+        self.damping = 0.0  # Damping of the last damped step; 0 before the first step
         self.patience = PATIENCE  # Number of damped steps left before NNLS is used
 
     def advance(self) -> Rows | None:
@@ -349,7 +349,7 @@ def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[nda
     """Minimise ½λᵀGλ − bᵀλ over λ ≥ 0 by exchanging all wrong signs at once (Kim and Park 2011, Alg. 2).
 
     `support` is the first guess. Returns None if a block of G is singular up to rounding, or if the exchanges do not
-    settle; the caller then uses `damped_step`.
+    converge; the caller then uses `damped_step`.
     """
     fewest, patience = len(bounds) + 1, PIVOTS
     while patience:
@@ -360,7 +360,7 @@ def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[nda
         multipliers = np.zeros(len(bounds))
         multipliers[active] = loads
         slack = gram @ multipliers - bounds
-        # A sign is wrong only beyond the rounding of sums, times 64 for safety; otherwise ties would alternate forever.
+        # A sign is wrong only beyond the rounding of sums, times 64 for safety; otherwise ties would alternate.
         noise = 64.0 * EPS * (np.abs(loads).sum() + np.abs(bounds).max(initial=0.0))
         wrong = np.where(support, multipliers < 0.0, slack < -noise)
         if (np.abs(slack[active]) > noise).any():
@@ -403,7 +403,7 @@ def solve_by_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> Loads:
     """Return λ ≥ 0 such that w = rowsᵀλ is the shortest w with rows·w ≥ b or, if there is none, rowsᵀλ = 0 < bᵀλ.
 
     λ is the NNLS solution of min ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖ (Lawson and Hanson 1974, §23.4), whose residual is zero
-    exactly if no w exists. Singular, repeated and surplus constraints are allowed.
+    exactly if no w exists. Dependent and repeated constraints are allowed.
     """
     if not (bounds > 0.0).any():
         return np.zeros(len(bounds))
@@ -426,7 +426,7 @@ def solve_by_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> Loads:
 
 
 def fit_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> tuple[Loads, float]:
-    """Return the λ ≥ 0 with the least ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖, and this norm; 0 and 1 if NNLS cycles."""
+    """Return the λ ≥ 0 with the least ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖, and this norm; if NNLS cycles, return 0 and 1."""
     target = np.zeros(rows.shape[1] + 1)
     target[-1] = 1.0
     try:

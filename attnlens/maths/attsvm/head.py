@@ -1,4 +1,4 @@
-"""The selection problem of an attention head, and how close the head is to its SVM."""
+"""The selection problem of an attention head, and the comparison of the head with its SVM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TIE = 1e-6
 """Scores are tied if they differ by at most this share of a query's largest |score|, about 10 roundings of float32."""
-MOST_CONSTRAINTS = 2**15  # Most constraints of a problem: 100 MB of differences of 384 numbers
+MOST_CONSTRAINTS = 2**15  # Most constraints of a problem: 100 MB of differences if d is 384
 MOST_EQUALITIES = 2**11
 """Most equalities of a problem: their factor takes 32 MB and a fraction of a second."""
 TOLERANCE = 1e-8  # Relative duality gap of a head's SVM; the relative error of its norm is at most half of the gap
@@ -55,7 +55,7 @@ class FactoredForm:
 
 @dataclass(frozen=True)
 class Scene:
-    """One sequence as a head sees it: tokens, queries and visible copies."""
+    """Tokens and queries of one sequence, and the number of copies of each token that a query can see."""
 
     tokens: Float[Tensor, "keys d"]  # Tokens x from which queries select
     queries: Float[Tensor, "queries d_query"]  # Queries z, which select tokens
@@ -108,7 +108,7 @@ class HeadProblem:
 
 
 def count_copies(tokens: Float[Tensor, "keys d"], allowed: Flags) -> Int[Tensor, "queries keys"]:
-    """Count the copies of each token that a query sees: stored at the first visible copy; 0 at all other positions."""
+    """Count the copies of each token that each query sees, in the entry of the first visible copy; others are 0."""
     if not len(tokens):
         return allowed.int()
     kind = torch.unique(tokens, dim=0, return_inverse=True)[1]
@@ -125,10 +125,10 @@ def choose(
 ) -> Selections:
     """Select up to `most` queries, those with the largest weight p_max on a token, and the tokens that they select.
 
-    A query selects the token of the largest score or, with `top_p`, the fewest tokens with at least that share of the
+    A query selects the token with the largest score or, with `top_p`, the fewest tokens with at least this share of the
     weight. A query is omitted if it selects all visible tokens, or if it sees less than half as many tokens as another
     query of its sequence (early in a causal sequence, p_max is near 1 because there are few tokens). A query is omitted
-    and counted as a tie if its least score of a selected token equals its largest score of another token within TIE.
+    and counted as a tie if its scores of a selected and another token are equal within TIE.
     Fewer queries are chosen if there would be more than MOST_CONSTRAINTS constraints or MOST_EQUALITIES equalities.
     """
     longest = max((len(scene.tokens) for scene in scenes), default=1)
@@ -168,7 +168,7 @@ def choose(
 
 
 def share_decided(odds: Float[Tensor, " queries"]) -> float:
-    """Return the share of queries with p_max ≥ ½ among a sequence's queries that see a token; NaN if none does."""
+    """Return the share of queries with log-odds ≥ 0 (p_max ≥ ½) among those that see a token; NaN if none does."""
     return float((odds[~odds.isnan()] >= 0).double().mean())
 
 
@@ -208,7 +208,7 @@ def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Hea
         query_of.append(torch.full_like(others[-1], row))
         queries.append(scene.queries[position])
     if not queries:
-        raise UnposedError("No query selects a token.", "Give sequences of at least two tokens.")
+        raise UnposedError("No query selects a token.", "Pass sequences of at least two tokens.")
     z, equal = torch.stack(queries), torch.cat(inside)
     basis = row_basis(z)
     problem = build_problem(torch.cat(differences), z @ basis, torch.cat(query_of), (~equal).double(), equal)
@@ -245,15 +245,15 @@ class Nearness:
 
     @property
     def shares(self) -> Float[Tensor, " queries"]:
-        """Margins divided by `best`; the minimum, the efficiency, is 1 iff M has the SVM's direction, else less."""
+        """Margins divided by `best`. The minimum, or efficiency, is at most 1, and 1 iff M has the SVM's direction."""
         return self.margins / self.best
 
 
 def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Nearness | str:
     """Compare a head with the SVM of its selections, or return the reason why they cannot be compared.
 
-    `scenes` are those from which the queries were chosen, or others with equal scores. If sets of several tokens are
-    selected, M − W_fin is compared with the SVM instead of M; W_fin is the form of least norm that has M's score
+    `scenes` are the scenes from which the queries were chosen, or scenes with equal scores. If sets of several tokens
+    are selected, M − W_fin is compared with the SVM instead of M; W_fin is the form of least norm that has M's score
     differences inside the sets. Trained forms tend to W_fin + R · W_mm for growing R, so only M − W_fin can meet the
     equalities.
     """
@@ -273,16 +273,16 @@ def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Select
     whole = projected_norm(problem, form)
     squared = whole**2
     if bool(problem.equal.any()):
-        # W_fin solves the problem of only the equalities, with the head's score differences: u W z = u M z.
+        # W_fin solves the problem with only the equalities and the head's score differences: u W z = u M z.
         equalities = problem.equal.nonzero().flatten()
         finite = solve(replace(problem.select(equalities), margins=gaps[equalities]), tolerance=TOLERANCE)
         if finite.W is None:
             return "no form reproduces the head's score differences among the selected tokens"
         gaps = gaps - problem.scores(finite.W)
         squared -= float(finite.W.square().sum())
-    # Strict: if M equals W_fin, at most this much rounding remains.
+    # Strict: if M equals W_fin, rounding leaves at most this norm.
     if not squared > (SPAN * whole) ** 2:
-        return "the head's form does not distinguish any tokens here"
+        return "the head's form does not distinguish the tokens of these sequences"
     free, size = ~problem.equal, squared**0.5
     least = gaps.new_full((len(problem.queries),), torch.inf)
     least = least.scatter_reduce(0, problem.query_of[free], gaps[free], "amin") / size

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Multipliers = Float[Tensor, " constraints"]
     Matrix = Float[Tensor, "d d_query"]
 
-PATIENCE = 8  # Number of steps without a better bound after which rounding dominates
+PATIENCE = 8  # Steps without a better bound after which rounding is assumed to dominate
 LEAST_CENTRING = 1e-6
 """Lower limit on the ratio whose cube is Mehrotra's centring, because the ratio is 0 if the affine step ends at the
 border."""
@@ -51,7 +51,7 @@ SLACK = 5e-12  # Rounding allowed for a violated constraint, relative to the lar
 
 @dataclass(frozen=True)
 class Constraints:
-    """Constraints u_cᵀ W z_c ≥ b_c (= b_c where `equal`), one per row, all of about unit size."""
+    """Constraints u_cᵀ W z_c ≥ b_c (= b_c where `equal`), one per row, scaled to about unit size."""
 
     u: Float[ndarray, "constraints d"]
     z: Float[ndarray, "constraints d_query"]
@@ -89,9 +89,9 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Point:
-    """Interior point: X ≻ 0, s > 0 (primal); λ > 0, S ≻ 0 (dual, exactly feasible); at equalities s = 0 and λ is free.
+    """Interior point with X ≻ 0, s > 0 (primal), λ > 0 and S ≻ 0 (dual); at equalities, s = 0 and λ has any sign.
 
-    A direction is also a Point: the change of each field in a Newton step.
+    The dual variables are exactly feasible. A Newton direction is also a Point: the change of each field.
     """
 
     X: Block
@@ -104,7 +104,7 @@ def interior_point(constraints: Constraints, size: float, goal: float, limit: in
     """Return the best W and λ, and the number of steps until a bound last improved.
 
     `size` is the expected norm of W. The method stops at the relative gap `goal`, after `limit` steps, or if rounding
-    prevents better bounds. It is Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
+    prevents better bounds. This is Mehrotra's predictor-corrector with the HKM direction (Helmberg et al. 1996).
     """
     # Start well inside the cone: X = size · I, and equal λ with ‖M‖ = ½ at inequalities, 0 at equalities.
     inequal, order = ~constraints.equal, constraints.u.shape[1] + constraints.z.shape[1]
@@ -132,7 +132,7 @@ def interior_point(constraints: Constraints, size: float, goal: float, limit: in
 
 
 def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tuple[float, float]:
-    """Return bounds P ≥ D on the least ‖W‖_*: P from W, the corner of X (∞ if W is clearly infeasible); D from λ."""
+    """Return bounds P ≥ D on the least ‖W‖_*: P from the corner W of X (∞ if W is clearly infeasible), D from λ."""
     b, equal = constraints.b, constraints.equal
     multipliers = point.multipliers / max(float(np.linalg.norm(constraints.form(point.multipliers), 2)), EPS)
     scores, needed, factor, P = constraints.scores(point.X) / 2, ~equal & (b > 0), 1.0, np.inf
@@ -140,7 +140,7 @@ def bound_norm(constraints: Constraints, point: Point, tolerance: float) -> tupl
         factor = (b[needed] / scores[needed]).max()
     short = np.where(equal, np.abs(factor * scores - b), (b - factor * scores).clip(min=0.0))
     if short.max() <= max(MISSING * tolerance, LEAST_MISSING):
-        # Violations, which are corrected later, increase P by twice their price λ: with λ once, W = 0 would give P = D.
+        # Violations are corrected later; each adds twice λ times its size to P. With λ once, W = 0 would give P = D.
         P = factor * np.linalg.norm(constraints.corner(point.X), "nuc") + 2 * np.abs(multipliers) @ short
     return float(P), float(b @ multipliers)
 
@@ -184,7 +184,7 @@ class Newton:
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
     def move(self, direction: Point, share: float) -> Point:
-        """Return the point after a primal and a dual step of min(1, share · t); the step t ends at the border."""
+        """Return the point after primal and dual steps of length min(1, share · t), where t reaches the border."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
         dual = to_border(self.whiteners[1], direction.S, share)
@@ -219,11 +219,11 @@ def to_zero(values: Each, change: Each, share: float) -> float:
 def refine_on_face(
     problem: Problem, multipliers: Multipliers, W: Matrix, tight: Bool[Tensor, " constraints"]
 ) -> tuple[Multipliers, Matrix] | None:
-    """Return (λ, W) near the given pair: W = A Bᵀ keeps its rank, u W z = b where `tight`, else λ = 0.
+    """Return (λ, W) near the given pair, where W keeps its rank, u W z = b if `tight`, and λ = 0 otherwise.
 
-    Newton's method solves the stationarity conditions of ½‖A‖² + ½‖B‖², whose least value is ‖A Bᵀ‖_*: A = M B and B =
-    Mᵀ A, where M = Σλ u zᵀ. Return None if the system is too large. The result can be worse than the given pair, so
-    callers must certify it.
+    With W = A Bᵀ, Newton's method solves the stationarity conditions of ½‖A‖² + ½‖B‖², whose least value is ‖A Bᵀ‖_*: A
+    = M B and B = Mᵀ A, where M = Σλ u zᵀ. Return None if the system is too large. The result can be worse than the
+    given pair, so callers must certify it.
     """
     left, values, right = torch.linalg.svd(W, full_matrices=False)
     # Strict complementarity distinguishes zero from small singular values of W: either σ(W) = 0 or σ(M) = 1.
@@ -278,7 +278,7 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
 
 
 def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit: int) -> Solution:
-    """Solve a problem: alternate between solving a working set, refining W and λ, and adding violated constraints."""
+    """Solve a problem by solving a working set, refining W and λ, and adding violated constraints, repeatedly."""
     # Start with all constraints of a small problem, else with the equalities and the Frobenius solution's support.
     count, support = len(problem.margins), (problem.equal | frobenius.support).nonzero().flatten()
     working = support if count > SMALL and len(support) else torch.arange(min(count, SMALL))

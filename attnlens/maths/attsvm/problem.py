@@ -1,4 +1,4 @@
-"""Att-SVM problems: functions that build them, solutions with their certificates, and checks of arguments."""
+"""Att-SVM problems, their solutions with certificates, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NEGLIGIBLE = 1e-9
 
 @dataclass(frozen=True)
 class Problem:
-    """Problem of finding the smallest W (d × d_query) with u_cᵀ W z_q(c) ≥ b_c (= b_c where `equal`), in float64.
+    """Problem of finding the W (d × d_query) of least norm with u_cᵀ W z_q(c) ≥ b_c (= b_c where `equal`), in float64.
 
     u_c = x_α − x_t is a difference of two tokens, and z_q(c) is the constraint's query (Tarzanagh et al. 2023, Eq. 2).
     """
@@ -50,7 +50,7 @@ class Problem:
     differences: Float[Tensor, "constraints d"]  # u_c, one row per constraint
     queries: Float[Tensor, "queries d_query"]  # z, one row per query
     query_of: Int[Tensor, " constraints"]  # Index of each constraint's query
-    margins: Each  # b_c: 1, a given margin, or the log-ratio of two weights
+    margins: Each  # b_c: 1, another margin, or the logarithm of the ratio of two weights
     equal: Bool[Tensor, " constraints"]  # True for equality constraints (inside a set of selected tokens)
 
     @property
@@ -60,7 +60,7 @@ class Problem:
 
     @cached_property
     def gram(self) -> Float[Tensor, "constraints constraints"]:
-        """Gram matrix G: the inner products of the constraints' matrices u zᵀ; for small problems only."""
+        """Gram matrix G of the constraints' matrices u zᵀ, for small problems only."""
         u, z = self.differences, self.queries
         return (u @ u.mT) * (z @ z.mT)[self.query_of][:, self.query_of]
 
@@ -125,7 +125,7 @@ def selection(
 
     `chosen` contains the index of the token α that each query selects, and `margins` the b of each sample, 1 by
     default. A duplicate of the chosen token gives a constraint that cannot be met if b > 0. Raises UsageError for
-    shapes or indices that do not fit, numbers that are not finite, and a chosen token that is not allowed; raises
+    mismatched shapes, invalid indices, numbers that are not finite, and a chosen token that is not allowed; raises
     UnposedError if no query sees a second token.
     """
     tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
@@ -135,9 +135,9 @@ def selection(
     integer = not chosen.is_floating_point() and chosen.dtype != torch.bool
     if not (integer and chosen.shape == bounds.shape == (samples,) and len(queries) == samples):
         raise UsageError(
-            f"Each of the {samples} samples needs a query, the integer index of the chosen token and, if margins "
-            "are given, a margin.",
-            "Give one query and one chosen token per sample; leave out margins if all are 1.",
+            f"`queries`, `chosen` and `margins` must have one entry for each of the {samples} samples, and `chosen` "
+            "must contain integers.",
+            "Pass one query and one index of a token per sample; omit `margins` if all are 1.",
         )
     rows, within = torch.arange(samples), (chosen >= 0) & (chosen < length)
     if not within.all() or not visible[rows, chosen].all():
@@ -151,7 +151,7 @@ def selection(
 def prompt(tokens: Tokens, chosen: Chosen, margins: Margins | None = None) -> Problem:
     """Build the problem (k_α − k_t)ᵀ p ≥ b of a prompt p (Tarzanagh et al. 2023): a `selection` with the queries z = 1.
 
-    `tokens` are the keys k; the other arguments and the errors are those of `selection`.
+    `tokens` are the keys k; the other arguments are as in `selection`. Raises the same errors as `selection`.
     """
     tokens = as_finite("tokens", tokens, 3)
     return selection(tokens, torch.ones(len(tokens), 1).double(), chosen, margins=margins)
@@ -179,7 +179,9 @@ def selection_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask |
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, allowed)
     sets, first = merge_duplicates(tokens, sets, visible)
     if not (first & ~sets).any():
-        raise UnposedError("Every query selects all tokens that it sees: nothing to separate.", "Select fewer tokens.")
+        raise UnposedError(
+            "Every query selects all tokens that it sees, so there is nothing to separate.", "Select fewer tokens."
+        )
     row, representative, other = pair_with_representatives(sets, first)
     inside, differences = sets[row, other], tokens[row, representative] - tokens[row, other]
     return build_problem(differences, queries, row, (~inside).double(), inside)
@@ -196,7 +198,7 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, None)
     weights = as_finite("weights", weights, 2)
     if weights.shape != sets.shape or not (weights[sets] > 0).all():
-        problem = "`weights` must contain one number per token, and a positive one for each selected token."
+        problem = "`weights` must contain one number per token, which must be positive for selected tokens."
         raise UsageError(problem, "Pass the attention weights of all tokens.")
     sets, first = merge_duplicates(tokens, sets, visible)
     same = find_equal_tokens(tokens).double()
@@ -208,7 +210,7 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
 
 
 def pair_with_representatives(sets: Mask, candidates: Mask) -> tuple[Pairs, Pairs, Pairs]:
-    """Pair every candidate with the first token of its sample's O_i, except that token itself.
+    """Pair the first token of each sample's O_i with every other candidate of the sample.
 
     Return three index tensors: each pair's sample, first token and candidate.
     """
@@ -308,7 +310,7 @@ def as_mask(name: str, mask: Mask | None, samples: int, length: int) -> Mask:
 
 
 def as_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask | None) -> tuple[Tokens, Queries, Mask, Mask]:
-    """Return tokens, queries, sets O_i and visible tokens; raise UsageError if they do not fit each other."""
+    """Return tokens, queries, sets O_i and visible tokens; raise UsageError if they are inconsistent."""
     tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
     visible, sets = (as_mask(*mask, *tokens.shape[:2]) for mask in (("allowed", allowed), ("sets", sets)))
     if len(queries) != len(tokens):
@@ -358,10 +360,10 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
 
     The gap is (P − D)/P, where P is ½‖W‖² of the scaled W(λ), and D = (Σλb)²/(2‖W(λ)‖²) ≤ min ½‖W‖² ≤ P. Negative λ of
     inequalities are set to 0, so that D is a bound for any λ. Scaling cannot remove violations r of constraints with b
-    ≤ 0 or equalities with b ≠ 0: if all r are rounding, P increases by Σ|λ|r, their first-order price; otherwise the
-    result is `inaccurate` with an infinite gap. λ is scaled so that Σλb = ‖W(λ)‖². If λ proves that no W exists, the
-    result is `infeasible`, without W. Raises UsageError if λ has the wrong length or is not finite, and the errors of
-    `solve`.
+    ≤ 0 or equalities with b ≠ 0. If all r are rounding, Σ|λ|r, the first-order cost of removing them, is added to P;
+    otherwise the result is `inaccurate` with an infinite gap. λ is scaled so that Σλb = ‖W(λ)‖². If λ proves that no W
+    exists, the result is `infeasible`, without W. Raises UsageError if λ has the wrong length or is not finite, and the
+    same errors as `solve`.
     """
     check_solvable(problem, tolerance)
     if multipliers.shape != problem.margins.shape or not multipliers.isfinite().all():

@@ -1,10 +1,15 @@
-"""Name the cause of the difference between two attention layers: permutations, exchanges, factors, grids, low rank.
+"""Find the cause of the difference between two attention layers, such as permutations, quantisation or low rank.
 
-A hypothesis is a map T with few parameters, fitted in closed form. `diagnose` searches the hypotheses, alone and in
-pairs, for those with T(A) = B up to rounding, where A is the first layer and B the second. layer.py: the tensors of a
-layer by role, and predictions of hypotheses; rows.py, heads.py, matrices.py, norms.py: hypotheses on several tensors;
-values.py: hypotheses on single tensors; rotations.py: differences between two RoPEs; search.py: the order of the
-hypotheses, and the search. Imported by `runs.compare`.
+A hypothesis is a map T with few parameters, fitted in closed form. `diagnose` searches for hypotheses, alone or in
+pairs, with T(A) = B up to rounding, where A is the first layer and B the second.
+
+- `layer`: the tensors of a layer by role, and predictions of hypotheses.
+- `rows`, `heads`, `matrices`, `norms`: hypotheses on several tensors.
+- `values`: hypotheses on single tensors.
+- `rotations`: differences between two RoPEs.
+- `search`: the order of the hypotheses, and the search.
+
+Importers: `models` and `runs`.
 """
 
 from attnlens.maths.diagnosis.layer import Layer

@@ -1,4 +1,4 @@
-"""Structural hypotheses on whole heads: a different order; averaged, repeated or tiled key heads."""
+"""Structural hypotheses on whole heads: a different order, or averaged, repeated or tiled key heads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from attnlens.maths.diagnosis.layer import (
 
 
 def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
-    """Return a list with the index in `first` of the match of each head of `second`.
+    """Return, for each head of `second`, the index of the matching head of `first`.
 
     Return None if no head moved, or if the match of a moved head is not clear.
     """
@@ -45,8 +45,8 @@ def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
 def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> tuple[Parts, list[str]]:
     """Return the moved parts, keyed by name, and the names of the parts that could move but did not.
 
-    A weight moves if the order of its role is not the identity. Biases, gains and other tensors with an axis of heads
-    move only if moving brings them nearer to the second layer.
+    A weight moves if the order of its role is not the identity. Other tensors with an axis of heads move only if this
+    brings them nearer to the second layer.
     """
     moved_roles = [role for role, order in orders.items() if list(order) != sorted(order)]
     parts = {f"{role}.weight": first.weight(role)[list(orders[role])] for role in moved_roles}
@@ -54,7 +54,7 @@ def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]
     for name, part in first.parts.items():
         if name not in second.parts or (has_heads(name) and name.endswith(".weight")):
             continue
-        moved = [each for each in _by_head(first, name, orders) if not torch.equal(each, part)]
+        moved = [each for each in _list_reorderings(first, name, orders) if not torch.equal(each, part)]
         nearest = min((part, *moved), key=lambda each: float(residuals(each, second.parts[name], name).sum()))
         if nearest is not part:
             parts[name] = nearest
@@ -63,12 +63,12 @@ def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]
     return parts, stayed
 
 
-def _by_head(layer: Layer, name: str, orders: Mapping[str, Sequence[int]]) -> Iterator[Tensor]:
-    """Yield a part with its heads in the order of its role; yield nothing for a weight or bias whose role has no order.
+def _list_reorderings(layer: Layer, name: str, orders: Mapping[str, Sequence[int]]) -> Iterator[Tensor]:
+    """Yield a part with its heads in each order that it can have.
 
-    A gain whose role has no order, and a part without a role, are yielded once per role, unless the part is `headless`.
-    Parts other than weights and biases are reordered along each axis whose length is heads × head size or, except for
-    gains, the number of heads.
+    A weight or bias can have only the order of its role. Any other part that is not `headless` is reordered along each
+    axis with one entry per head coordinate or, except for gains, per head: by the order of its role if it is a gain
+    with such an order, otherwise by the orders of all roles.
     """
     role, _, kind = name.partition(".")
     part = layer.parts[name]
@@ -89,7 +89,7 @@ def _by_head(layer: Layer, name: str, orders: Mapping[str, Sequence[int]]) -> It
 
 
 def _reorder_together(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> Step:
-    """Build the step that moves heads in all matrices: harmless if all other tensors with heads moved too."""
+    """Build the step that moves heads in all matrices; it is harmless if all other tensors with heads moved too."""
     parts, stayed = _move_heads(first, second, orders)
     names = name_parts([name for name in parts if name.endswith(".weight") and has_heads(name)])
     text = f"the heads are in a different order, the same in {names}"
@@ -110,7 +110,7 @@ def follow_order(first: Layer, second: Layer, order: Sequence[int]) -> Step:
 
 
 def propose_head_order(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that heads were reordered: harmless if the order is the same in all tensors with heads."""
+    """Propose that heads were reordered; the step is harmless if the order is the same in all tensors with heads."""
     roles = [r for r in present_roles(first, second) if first.weight(r).shape == second.weight(r).shape]
     orders = {role: _match_heads(first.weight(role), second.weight(role)) for role in roles}
     moved = {role: order for role, order in orders.items() if order is not None}
@@ -152,7 +152,7 @@ def propose_head_order(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def _moved_heads(order: Sequence[int], groups: Sequence[int], role: str) -> set[int]:
-    """Return the query heads whose head of this role has another position in the second model."""
+    """Return the query heads that use a head of this role whose position changed."""
     moved = {place for place, head in enumerate(order) if place != head}
     if role in ("query", "output"):
         return moved

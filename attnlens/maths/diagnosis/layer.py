@@ -69,7 +69,7 @@ class Layer:
         return replace(self, parts={**self.parts, **parts})
 
     def weight(self, role: str) -> Float[Tensor, "heads size d_model"]:
-        """Return the projection of this role."""
+        """Return the projection matrix of this role."""
         return self.parts[f"{role}.weight"]
 
     @property
@@ -83,9 +83,9 @@ class Layer:
         return self.pairs is not None and not self.pairs
 
     def parts_along(self, *sizes: int) -> list[str]:
-        """Return the names of attention's parts, other than projections, that have an axis of one of these sizes.
+        """Return the names of attention's parts that have an axis of one of these sizes, such as sinks and norms.
 
-        If the sizes are numbers of heads or coordinates, such parts are, e.g., sinks, position biases and norms.
+        Weights and biases of projections are left out.
         """
         others = [name for name in self.parts if not has_heads(name) and name not in self.headless]
         return [name for name in others if set(self.parts[name].shape) & set(sizes)]
@@ -173,7 +173,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Fit:
-    """The prediction of a hypothesis on one tensor."""
+    """The prediction of a hypothesis for one tensor."""
 
     hypothesis: str  # name of the hypothesis; it can contain {number} and the plural ending {s}
     text: str  # difference as a clause with {parts}, the tensors concerned; it can contain {number} and {s}
@@ -216,7 +216,7 @@ BETTER = 0.5
 """A structural hypothesis is considered only if it reduces a distance, such as row angles, to below this share."""
 KINDS = ("weight", "bias")
 PERMUTED = ("query", "key")
-SIDES = (PERMUTED, ("output", "value"))  # roles whose matrices are multiplied in each head; the first has query heads
+SIDES = (PERMUTED, ("output", "value"))  # pairs of roles multiplied in each head; the first role has query heads
 
 
 def present_roles(*layers: Layer, roles: Sequence[str] = ROLES, kind: str = "weight") -> list[str]:
@@ -242,12 +242,12 @@ def match_rows(first: Float[Tensor, "rows width"], second: Float[Tensor, "rows w
 
 
 def query_heads_of(key_heads: Sequence[int], layer: Layer) -> tuple[int, ...]:
-    """Return the numbers of the query heads that use these key heads."""
+    """Return the indices of the query heads that use these key heads."""
     return tuple(head for head, key_head in enumerate(key_heads_of(layer)) if key_head in key_heads)
 
 
 def key_heads_of(layer: Layer) -> list[int]:
-    """Return the number of the key head that each query head uses."""
+    """Return, for each query head, the index of its key head."""
     heads, kv_heads = len(layer.weight("query")), len(layer.weight("key"))
     return [head * kv_heads // heads for head in range(heads)]
 
@@ -258,7 +258,7 @@ def name_heads(heads: Collection[int], layer: Layer) -> tuple[int, ...]:
 
 
 def tensors_between(layer: Layer, roles: Sequence[str]) -> list[str]:
-    """Return the names of the parts between the roles: other parts than gains, with an axis of head coordinates."""
+    """Return the names of the parts, except gains, that have an axis of head coordinates of these roles."""
     shapes = [layer.weight(role).shape for role in roles]
     sizes = {size for heads, size, _ in shapes for size in (size, heads * size)}
     gains = [f"{role}.gain" for role in ROLES]

@@ -1,4 +1,4 @@
-"""Structural hypotheses on whole matrices: exchanged, misplaced, wrongly split, transposed, or changed in basis."""
+"""Structural hypotheses on whole matrices: exchange, misplacement, wrong split, transposition, change of basis."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def _take_roles(
     layer: Layer, sources: Mapping[str, str], second: Layer, heads: Sequence[int] | None
 ) -> dict[str, Tensor]:
-    """Return the parts of the roles in `sources`, keyed by name, with the values of the roles' sources.
+    """Return the parts of each role in `sources`, keyed by name, with the values of its source role.
 
     Biases and gains are included only if this brings them nearer to the second layer. If `heads` is given, only these
     heads get new values, and gains are left out.
@@ -59,7 +59,7 @@ def _take_roles(
 
 
 def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that two or all of W_Q, W_K and W_V are exchanged in all heads, or W_Q and W_K in some heads."""
+    """Propose that two or three of W_Q, W_K and W_V are exchanged in all heads, or W_Q and W_K in some heads."""
     shapes = {
         role: first.weight(role).shape
         for role in present_roles(first, second, roles=("query", "key", "value"))
@@ -205,14 +205,14 @@ CLOSE = 1e-3  # largest relative difference between matrices that count as equal
 
 
 def propose_basis(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that W_Q and W_K, or W_O and W_V, were multiplied by A and A⁻ᵀ per head, so their product is the same."""
+    """Propose that W_Q and W_K, or W_O and W_V, were multiplied by A and A⁻ᵀ in each head (with the same product)."""
     for roles in SIDES:
         if present_roles(first, second, roles=roles) == list(roles):
             yield from _change_basis(first, second, roles)
 
 
 def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterator[Step]:
-    """Propose a change of basis for two roles; the first role has the query heads."""
+    """Propose a change of basis for two roles, of which the first has the query heads."""
     sides = [(first.weight(role), second.weight(role)) for role in roles]
     heads, kv_heads, size = len(sides[0][0]), len(sides[1][0]), sides[0][0].shape[1]
     if any(before.shape != after.shape or size > before.shape[2] for before, after in sides) or heads % kv_heads:
@@ -265,14 +265,15 @@ def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
 
 
 def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
-    """Build the step that rescales W_V and W_O or changes their basis: harmless if no tensor acts between them."""
+    """Build the step that rescales W_V and W_O or changes their basis; harmless if no tensor acts between them."""
     factors = [float(basis.diagonal().mean()) for basis in bases]
     same = max(factors) - min(factors) <= CLOSE * abs(factors[0])
     unit = [factors[0] * torch.eye(len(basis)).to(basis) for basis in bases]
     scaled = same and all(bool((a - b).norm() <= CLOSE * a.norm()) for a, b in zip(bases, unit, strict=True))
     text = "the basis of W_V and W_O is changed within heads (with the same product)"
     if scaled:
-        text = f"W_V is multiplied by {show_factor(factors[0])} and W_O divided by it"
+        factor = show_factor(factors[0])
+        text = f"W_V is multiplied by {factor} and W_O divided by {factor}"
     if between := tensors_between(layer, ("value", "output")):
         text += f", but {name_parts(between)} does not commute with the change"
         return Step("another basis", text, "undo the change of basis of W_V and W_O", parts, where)
@@ -280,7 +281,7 @@ def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
 
 
 def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
-    """Return True if `basis` only turns and scales rotated pairs and mixes other rows, and so commutes with RoPE.
+    """Return True if `basis` commutes with RoPE: it rotates and scales rotated pairs, and mixes only unrotated rows.
 
     Return False if the pairs are unknown.
     """
@@ -299,7 +300,7 @@ def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
 
 
 def propose_always(first: Layer, second: Layer) -> Iterator[Step]:
-    """Yield structural steps that `diagnose` tries as first causes even if they explain nothing by themselves."""
+    """Yield the structural steps that `diagnose` tries first even if they explain nothing by themselves."""
     roles = present_roles(first, second, roles=("query", "key", "value"))
     shapes = {layer.weight(role).shape for role in roles for layer in (first, second)}
     if len(shapes) != 1 or len(roles) < 2:

@@ -1,4 +1,4 @@
-"""Structural hypothesis on norms: a norm's gain and bias are folded into the matrices that read its output."""
+"""Structural hypothesis on norms: gain and bias are folded into the matrices that read the norm's output."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def _find_readers(first: Layer, second: Layer, ratio: Float[Tensor, " width"]) -
 def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
     """Return the input axis, keyed by name, of each matrix whose input can be the output of a norm of this width.
 
-    W_O is left out because it reads the values; W_K and W_V of cross-attention, because they read another sequence.
+    W_O is left out because it reads values. W_K and W_V of cross-attention are left out because they read another
+    sequence.
     """
     input_axes = {}
     others = {"output.weight", *(["key.weight", "value.weight"] if layer.is_cross else [])}
@@ -91,7 +92,7 @@ def _fold(first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"]
     left = [
         name
         for name in _list_matrices(first, len(ratio))
-        if name not in readers and (alone or (name in first.headless) in sides) and _reads(first, name)
+        if name not in readers and (alone or (name in first.headless) in sides) and _has_certain_input(first, name)
     ]
     biases = _fold_bias(first, second, norm, ratio, readers)
     left += [name for name, part in biases.items() if not _is_nearer(part, first, second, name)]
@@ -110,7 +111,7 @@ def _fold(first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"]
 
 
 def _fold_twice(first: Layer, second: Layer, norm: str, readers: Parts) -> Step:
-    """Build the step that folds a norm into `readers` although the norm is still applied."""
+    """Build the step that folds a norm into the matrices `readers` although the norm is still applied."""
     names, bias = name_parts([norm]), norm.removesuffix("weight") + "bias"
     unit = {norm: torch.ones_like(first.parts[norm])}
     unit |= {bias: torch.zeros_like(first.parts[bias])} if bias in second.parts else {}
@@ -120,7 +121,7 @@ def _fold_twice(first: Layer, second: Layer, norm: str, readers: Parts) -> Step:
     return Step(FOLDED, text, f"set {names} to 1, or copy {name_parts([*readers])} from the first model", parts)
 
 
-def _reads(layer: Layer, name: str) -> bool:
+def _has_certain_input(layer: Layer, name: str) -> bool:
     """Return True if the input axis of a matrix is certain: the matrix has heads, or is neither square nor stacked."""
     part = layer.parts[name]
     return has_heads(name) or (part.dim() == 2 and part.shape[0] != part.shape[1])
@@ -153,10 +154,10 @@ def _fold_bias(
 
 
 def _is_nearer(part: Tensor, first: Layer, second: Layer, name: str) -> bool:
-    """Return True if `part` is nearer to the second layer's tensor `name` than the first layer's tensor is.
+    """Return True if `part` is clearly nearer to the second layer's tensor `name` than the first layer's tensor is.
 
-    The residual of `part` must be at most BETTER times that of the first layer's tensor in each head. Missing tensors
-    count as 0.
+    In each head, the residual of `part` must be at most BETTER times the residual of the first layer's tensor. Missing
+    tensors count as 0.
     """
     before, after = first.parts.get(name, torch.zeros_like(part)), second.parts.get(name, torch.zeros_like(part))
     old, new = (residuals(each, after, name) for each in (before, part))

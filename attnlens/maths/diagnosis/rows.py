@@ -1,4 +1,4 @@
-"""Structural hypotheses on rows: they are reordered within all or some heads, or across heads."""
+"""Structural hypotheses on the order of rows, within all or some heads or across heads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def named_orders(size: int) -> dict[str, Int[Tensor, " size"]]:
 
 
 def _candidate_orders(layer: Layer, size: int) -> dict[str, Tensor]:
-    """Return orders of a head's rows, keyed by name; if RoPE rotates only some, also orders that move only those."""
+    """Return orders of a head's rows, keyed by name, including orders of only the rows that RoPE rotates."""
     candidates, rotated = named_orders(size), layer.rotated_coordinates
     if rotated and len(rotated) < size:
         for name, order in named_orders(len(rotated)).items():
@@ -97,7 +97,7 @@ def _reorder(layer: Layer, role: str, heads: Sequence[int], order: Tensor, secon
 
 
 def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that rows of W_Q or W_K were permuted for a wrong number of heads: one, or that of the other matrix."""
+    """Propose that rows of W_Q or W_K were permuted for the wrong number of heads: 1, or that of the other matrix."""
     present = present_roles(first, second, roles=PERMUTED)
     counts = {role: first.weight(role).shape[0] for role in present}
     for role in present:
@@ -232,7 +232,7 @@ def _match_across_heads(
 ) -> Tensor | None:
     """Return, for each row of `second`, the index of the matching row of `first` in any head.
 
-    Returns None unless this order makes every changed head clearly more similar.
+    Return None unless this order makes every changed head clearly more similar.
     """
     before, after = (part.flatten(0, 1) for part in (first, second))
     order = torch.arange(len(before))

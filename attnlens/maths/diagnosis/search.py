@@ -1,4 +1,4 @@
-"""Search the hypotheses, alone and in pairs, that explain how one layer became another."""
+"""Search for the hypotheses, alone or in pairs, that explain the difference between two layers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Diagnosis:
 
     causes: list[Cause] = field(default_factory=list)
     unexplained: list[str] = field(default_factory=list)  # names of the parts that no hypothesis explains
-    closest: tuple[str, float] | None = None  # hypothesis nearest to an unexplained part, as a clause; residual left
+    closest: tuple[str, float] | None = None  # hypothesis closest to an unexplained part, as a clause; its residual
     change: float = 0.0  # largest ‖B − A‖/max(‖A‖, ‖B‖) of an unexplained part
     unexplained_heads: tuple[int, ...] = ()  # query heads with an unexplained part; empty for all, or for none
 
@@ -89,7 +89,7 @@ class Diagnosis:
 ADDED = frozenset({"bias added", "gain added", *(f"first rounded to {name}" for name in values.TYPES)})
 """Hypotheses that are not reported if other tensors changed without an explanation."""
 NEAR = 0.5  # largest share of a difference that the closest hypothesis can leave
-State = dict[str, Tensor]  # by part: a mask of its heads, such as those that are not explained yet
+State = dict[str, Tensor]  # masks of the heads of parts, keyed by part; for example the unexplained heads
 
 
 def _is_finite(part: Tensor) -> bool:
@@ -138,10 +138,10 @@ class Search:
         self.start = {name: self.residual(self.first.parts, name) for name in self.names}
         self.open = {name: residual > 0 for name, residual in self.start.items()}
         self.open |= {name: self.open[name] & ~broken for name, broken in self.broken.items()}
-        self.current = self.first  # the first layer after the causes found so far
+        self.current = self.first  # the first layer with all causes found so far applied
 
     def residual(self, parts: Parts, name: str) -> Tensor:
-        """Return the relative difference between each head of a predicted part and that head in the second layer."""
+        """Return the relative difference between each head of a predicted part and the second layer's head."""
         return residuals(parts[name], self.second.parts[name], name)
 
     def still_open(self, parts: Parts, name: str) -> Tensor:
@@ -223,7 +223,7 @@ class Search:
             self.adopt(steps[best])
 
     def _gain(self, parts: Parts) -> int:
-        """Return how many unexplained heads a prediction explains; −1 if it makes any explained head unexplained."""
+        """Return how many unexplained heads a prediction explains; −1 if a head or the shape no longer fits."""
         total = 0
         for name in parts:
             if name not in self.open:
@@ -254,8 +254,8 @@ class Search:
     def _fit_tensors(self, layer: Layer, before: tuple[Step, ...]) -> bool:
         """Adopt for each part the first hypothesis on single tensors that explains the part's unexplained heads.
 
-        Return True if any hypothesis does. `layer` is the current prediction after the structural steps `before`, which
-        are then adopted first.
+        Return True if any part is explained. `layer` is the current prediction after the structural steps `before`,
+        which are adopted first if a part is explained.
         """
         fit_groups: dict[tuple[str, str], list[tuple[str, Fit, Tensor]]] = defaultdict(list)
         for name, heads in self.open.items():
@@ -282,7 +282,7 @@ class Search:
     def _fits(self, layer: Layer, name: str, heads: Tensor) -> Iterator[tuple[Fit, Tensor, float]]:
         """Yield each fit of the hypotheses to a tensor, the indices of the fitted heads, and their largest residual.
 
-        If only some of `heads` were changed by more than rounding to a type, the others are not fitted.
+        If some of `heads` changed by more than rounding to a type, only these heads are fitted.
         """
         if has_heads(name):
             others = heads & ~_rounded_heads(layer.parts[name], self.second.parts[name])
@@ -349,7 +349,7 @@ class Search:
         self.causes.append(Cause(hypothesis, text, fit.repair, heads, residual, names, harmless))
 
     def _is_key_bias(self, names: tuple[str, ...]) -> bool:
-        """Return True if `names` is only the key bias, and this bias adds the same number to all scores of a query."""
+        """Return True if `names` contains only the key bias, and this bias cannot change attention."""
         shifts_rows = self.first.is_unrotated and "key.gain" not in self.first.parts
         return names == ("key.bias",) and shifts_rows and self.first.shift_invariant and self.second.shift_invariant
 
@@ -370,7 +370,7 @@ class Search:
                 return
 
     def _find_rounding(self) -> None:
-        """Add one cause per number type, for tensors that differ from their prediction only by rounding to it."""
+        """Add one cause per number type, for tensors that differ from their prediction only by rounding."""
         by_type: dict[str, list[str]] = defaultdict(list)
         for name in self.names:
             if not bool((self.residual(self.current.parts, name) > 0).any()) or bool(self.open[name].any()):

@@ -1,4 +1,4 @@
-"""Hypotheses on single tensors: rounding, lost or shifted values, one factor, a grid of levels, low rank."""
+"""Hypotheses on single tensors: rounding, lost or shifted values, factors, quantisation, updates of low rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ by √n (the 0.1 % level)."""
 
 
 def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bool:
-    """Return True if the errors' sizes are uniform up to half a unit in the last place, as those of rounding are.
+    """Return True if the errors' sizes are uniform up to half a unit in the last place, like those of rounding errors.
 
     If training started from weights of this type, its small steps also vanish in rounding, but their sizes are not
     uniform. For float16, return False if bfloat16 also represents the numbers: bfloat16 is tested separately.
@@ -122,7 +122,7 @@ def propose_factor(pair: Pair) -> Iterator[Fit]:
     if not abs(factor - 1) > max(1e-6, ROUNDING * pair.spacing):
         return
     known = _name_factor(factor, pair.head_dim) if pair.name.startswith(("query", "key")) else ""
-    # least squares determine the factor up to the mean rounding error of the values
+    # least squares determines the factor up to the mean rounding error of the values
     error = 2 * ROUNDING * pair.spacing / first.numel() ** 0.5
     short = (float(f"{factor:.{digits}g}") for digits in range(1, 4))
     number = show_factor(next((each for each in short if math.isclose(each, factor, rel_tol=error)), factor))
@@ -202,8 +202,8 @@ def _fit_step(
 ) -> Tensor:
     """Fit the step of a grid to the values' offsets from the level nearest to 0.
 
-    `step` is a first estimate. The result is the midpoint of the interval of steps for which all values used
-    lie on levels, up to rounding. A least-squares fit would be biased, because all values of a level are rounded alike.
+    `step` is a first estimate. The result is the midpoint of the interval of steps for which all values used lie on
+    levels, up to rounding. A least-squares fit would be biased, because all values of a level have the same error.
     """
     for radius in RADII:
         places = (offsets / step).round()
@@ -270,11 +270,11 @@ def _find_grids(pair: Pair) -> Iterator[tuple[str, Tensor, Tensor, Grid]]:
 
 
 LARGEST = 32  # number of float8 values, the largest first, that are tried as the code of a group's largest value
-AT_ONCE = 1 << 16  # most numbers in a tensor that tries several of these codes at once
+AT_ONCE = 1 << 16  # most numbers in a tensor with which several of these codes are tried at once
 
 
 def propose_float8(pair: Pair) -> Iterator[Fit]:
-    """Propose that B is A divided by a factor, rounded to float8, and multiplied by the factor.
+    """Propose that B is A divided by a factor, rounded to float8, and multiplied by this factor.
 
     The factor is that of the whole matrix, or of each row, group of values or column. Each value of B is then the
     representable number nearest to the value of A.
@@ -360,7 +360,7 @@ TRAINED = 0.1  # largest ‖b − a‖/‖a‖ of a row or column that counts as
 
 
 def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
-    """Propose that only some rows, or only some columns, of a matrix changed: at most half of them.
+    """Propose that at most half of the rows, or at most half of the columns, of a matrix changed.
 
     Most values of a changed row or column must differ; pruning, by contrast, changes few values of each.
     """
@@ -415,7 +415,7 @@ def _fit_row_factors(first: Float[Tensor, "rows width"], second: Float[Tensor, "
 
 
 def _scale_each(kind: str, factors: Tensor, predicted: Tensor) -> Fit:
-    """Build the fit of separate factors; a bias and its matrix have the same text, and so become one cause."""
+    """Build the fit of separate factors; the text is the same for a bias and its matrix, so they become one cause."""
     span = f"{float(factors.min()):.3g} to {float(factors.max()):.3g}"
     return Fit(f"{kind}s scaled", f"{{parts}} multiplied by a factor for each {kind} ({span})", None, predicted)
 
@@ -462,7 +462,7 @@ def propose_low_rank(pair: Pair) -> Iterator[Fit]:
 
 
 def _fit_low_rank(change: Float[Tensor, "rows width"], noise: float) -> tuple[Tensor, Tensor] | None:
-    """Return the part of a matrix with singular values above `noise`, and these values; None unless its rank is low."""
+    """Return the part of a matrix with singular values above `noise`, and these values; None if the rank is not low."""
     most = min(RANKS, min(change.shape) // 4)
     if most < 1:
         return None

@@ -1,13 +1,13 @@
 """Linear algebra of factored matrices A Bᵀ in float64; most functions do not form the products.
 
-- `forms`: the bilinear form M = W_Q W_Kᵀ of a head, also under rotation: symmetry, spectrum, change, angles.
+- `forms`: the bilinear form M = W_Q W_Kᵀ of a head, with or without RoPE: symmetry, spectrum, change, angles.
 - `attention`: measures of attention weights, the parts of the scores, definiteness of the kernel.
 - `visible`: ranks of the scores on visible pairs (those that the mask does not hide), and shares of their variance.
-- `spectra`: ranks of spectra, the number of features that attention needs, the thread pool over heads.
+- `spectra`: singular values, ranks, the number of features that attention needs, the thread pool over heads.
 - `long`: leading singular values and sums of scores for long sequences, whose matrices are computed in tiles.
 
-Inputs are a `QueryKey`, a `Form` of one, or stacks of matrices; outputs are mostly tensors with one value or curve per
-head. Importers: as for `attnlens.maths`, and `maths.ksvd`.
+Inputs are a `QueryKey`, its `Form`, or stacks of matrices; outputs are mostly tensors with one value or curve per head.
+Importers: those of `attnlens.maths`, and `maths.ksvd`.
 """
 
 from attnlens.maths.linalg.attention import (

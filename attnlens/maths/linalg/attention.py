@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 GLANCE = 128  # Size of the leading block that is searched for a proof of indefiniteness before the whole matrix
 FACTORED = 8192
-"""Most tokens at which a long kernel is factored if no tile proves it indefinite: this takes 3 matrices of 0.5 GB."""
+"""Most tokens for which Cholesky decides if no tile proves a long kernel indefinite; it takes 3 matrices of 0.5 GB."""
 POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan  # values of `definite`
 
 
@@ -49,7 +49,7 @@ def first_weight(query_key: QueryKey) -> PerHead:
 
 
 def even_weight(query_key: QueryKey) -> PerHead:
-    """Return the `first_weight` of uniform attention: the mean of 1/(keys seen) over queries that see ≥ 2 keys.
+    """Return the `first_weight` of uniform attention: the mean of 1/(visible keys) over queries that see ≥ 2 keys.
 
     A sink logit counts as a key in the denominator.
     """
@@ -59,7 +59,7 @@ def even_weight(query_key: QueryKey) -> PerHead:
 def attention_singular_values(query_key: QueryKey, *, without_row_sums: bool = False) -> Spectra:
     """Return σ of attention P, or σ(P(I − 11ᵀ/m)) if `without_row_sums`, descending; cached in the QueryKey.
 
-    For long sequences the result is one NaN per head, because the full spectrum would take too long; `attention_rank`
+    For long sequences, the result is one NaN per head, because the full spectrum would take too long; `attention_rank`
     needs only the leading σ.
     """
     if is_long(query_key):
@@ -72,7 +72,10 @@ def attention_singular_values(query_key: QueryKey, *, without_row_sums: bool = F
 
 
 def attention_rank(query_key: QueryKey, share: float) -> PerHead:
-    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for the σ of attention P; NaN if P = 0 or `least_rank` fails."""
+    """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for the σ of attention P.
+
+    NaN if P = 0 or, for long sequences, if `least_rank` cannot prove k.
+    """
     if not is_long(query_key):
         return rank_at(attention_singular_values(query_key), share)
 
@@ -123,7 +126,7 @@ def _allowed_keys(query_key: QueryKey) -> PerQuery:
 
 
 def _choices(query_key: QueryKey) -> PerQuery:
-    """Return the number of keys among which each query spreads its weight, counting a sink logit as one."""
+    """Return the number of keys that each query can see, plus one for a sink logit."""
     return _allowed_keys(query_key) + (query_key.sinks is not None)
 
 
@@ -144,7 +147,7 @@ class Anatomy:
 
     positive: PerHead  # Σμ₊²/‖LJ‖²: positive definite part of the symmetric kernel
     negative: PerHead  # Σμ₋²/‖LJ‖²: negative part of the symmetric kernel
-    skew: PerHead  # ‖JAJ‖²/‖LJ‖²: asymmetry that no gate on queries or keys can remove
+    skew: PerHead  # ‖JAJ‖²/‖LJ‖²: asymmetry that no factor per query or key can remove
     key: PerHead  # n‖c‖²/‖LJ‖²: salience of keys, which is the same for every query
 
 
@@ -183,9 +186,9 @@ def _dense_parts(logits: Float[Tensor, "some n n"]) -> Tensor:
 
 
 def _shares(core: Tensor, salience: Tensor, whole: Tensor, uncentred: Tensor, n: int) -> Float[Tensor, "some parts"]:
-    """Return the four shares of `whole` = ‖LJ‖², NaN if within rounding of 0; `core` is JLJ or a smaller equivalent.
+    """Return the four shares of `whole` = ‖LJ‖², or NaN if ‖LJ‖ is 0 within rounding, which is relative to ‖L‖.
 
-    `salience` is n‖c‖², and `uncentred` is ‖L‖², to which rounding is relative.
+    `core` is JLJ or a smaller matrix with the same shares, `salience` is n‖c‖², and `uncentred` is ‖L‖².
     """
     eigenvalues = torch.linalg.eigvalsh((core + core.mT) / 2)
     positive, negative = (side.clamp(min=0).square().sum(-1) for side in (eigenvalues, -eigenvalues))
@@ -208,13 +211,13 @@ def definite(logits: Float[Tensor, "*batch heads n n"]) -> PerHead:
 
 
 def definite_kernel(query_key: QueryKey) -> PerHead:
-    """Return `definite` for each head's logits of all pairs, without position bias and mask; long heads use tiles."""
+    """Apply `definite` to each head's logits of all pairs, without position bias and mask."""
     content = replace(query_key.content, allowed=None)
     return map_heads(_long_verdict, content) if is_long(content) else definite(content.logits)
 
 
 def _long_verdict(head: QueryKey) -> float:
-    """Return `definite` of one long head; UNDECIDED if no entry is above 1 and there are more than FACTORED tokens."""
+    """Apply `definite` to one long head; UNDECIDED if no entry is above 1 and there are more than FACTORED tokens."""
     n = head.query.shape[-2]
     gauge, half, largest = _gauge(head)
     rounding = EPS * max(largest, n)
@@ -256,7 +259,7 @@ def _gauge(head: QueryKey) -> tuple[PerToken, PerToken, float]:
 
 
 def _verdicts(logits: Float[Tensor, "some n n"]) -> Float[Tensor, " some"]:
-    """Return `definite` of each head: search its unit kernel for an entry above 1; if none, use Cholesky."""
+    """Return the result of `definite` for each head: search for an entry above 1; if there is none, use Cholesky."""
     verdicts = logits.new_full(logits.shape[:1], UNDECIDED)
     n = logits.shape[-1]
     gauge = logits.mean(-2) - logits.mean(-1)
@@ -287,7 +290,7 @@ def _decide_by_cholesky(kernel: Float[Tensor, "some n n"], rounding: Float[Tenso
     """Return POSITIVE if K + tol·I has a Cholesky factor, INDEFINITE if K + 4 tol·I has none; tol = rounding · ‖K‖_∞.
 
     The factorisation rounds by less than tol: success implies λ_min > −2 tol, and failure with 4 tol implies λ_min < −3
-    tol. Between the two, λ_min is 0 within rounding, and the result is UNDECIDED.
+    tol. In all other cases, λ_min is 0 within rounding, and the result is UNDECIDED.
     """
     tolerance = rounding * kernel.sum(-1).amax(-1)
     positive = _has_cholesky(kernel, tolerance)

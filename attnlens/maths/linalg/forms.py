@@ -1,4 +1,4 @@
-"""The bilinear form M = W_Q W_Kᵀ from its factors: symmetry, directionality, spectrum, change, means over rotations."""
+"""The bilinear form M = W_Q W_Kᵀ: symmetry, directionality, spectrum, change, means over rotations."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def symmetry(form: Form) -> PerHead:
     """Return (‖S‖² − ‖A‖²)/‖M‖² = tr(CC)/tr(G_Q G_K) in [−1, 1]: 1 if M is symmetric, −1 if M is skew.
 
     S and A are the symmetric and skew parts of M (Saponati et al. 2025), C is W_KᵀW_Q, and G_Q and G_K are the Gram
-    matrices of W_Q and W_K. Under rotation the value is Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions or, if
-    angles are not multiples of a distance (images), over all pairs of positions. NaN for a zero matrix.
+    matrices of W_Q and W_K. Under rotation, the value is Σ_Δ tr(M(Δ)M(−Δ)) / Σ_Δ ‖M(Δ)‖² over all |Δ| < positions or,
+    if angles are not multiples of a distance (images), over all pairs of positions. NaN for a zero matrix.
     """
     rotation = form.query_key.rotation
     if rotation is not None and not rotation.by_distance:
@@ -60,7 +60,7 @@ def symmetry_by_distance(form: Form) -> PerDistance:
 def layer_symmetry(query_key: QueryKey) -> float | None:
     """Return the symmetry of Σ_h M_h over the heads of a site (Saponati et al. 2025, layer score), in [−1, 1].
 
-    The sum is the product of the concatenated factors, [W_Q,1 W_Q,2 …][W_K,1 W_K,2 …]ᵀ; rotations enter as in
+    The sum is the product of the concatenated factors, [W_Q,1 W_Q,2 …][W_K,1 W_K,2 …]ᵀ; rotations are treated as in
     `symmetry`. `query_key` must not have batch axes. None for a zero matrix and for cross-attention.
     """
     if query_key.site.part == "cross":
@@ -70,8 +70,8 @@ def layer_symmetry(query_key: QueryKey) -> float | None:
 
 
 def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
-    """Return the symmetry of Σ_h M_h, NaN for a zero matrix."""
-    # Query heads that share a key head share its factor, so that their query factors can be summed first.
+    """Return the symmetry of Σ_h M_h, or NaN for a zero matrix."""
+    # Query heads with the same key head share a key factor, so their query factors can be summed first.
     kv_heads, rows, size = query_key.key.shape
     query_sums = query_key.query.new_zeros(kv_heads, size, rows, dtype=torch.float64)
     for head, key_head in enumerate(query_key.key_of):
@@ -82,7 +82,7 @@ def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
     if rotation is None and 3 * query.shape[1] >= len(query):
         matrix = query @ key.mT
         return (matrix * matrix.mT).sum() / matrix.square().sum()
-    # Three Gram matrices also take fewer multiplications than Σ_h M_h if they are much smaller than the sum.
+    # Without rotation, Gram matrices take fewer multiplications than Σ_h M_h if they are much smaller.
     query_gram, key_gram, cross = _gram_by_panels(query), _gram_by_panels(key), key.mT @ query
     if rotation is None:
         return _trace_ratio(query_gram, key_gram, cross)
@@ -95,8 +95,8 @@ def directionality(form: Form) -> PerHead:
     """Return (r − c)/(r + c) in [−1, 1]; r (c) is the sum of the norms of M's rows (columns) above mean + 2 sd.
 
     The sign is that of Saponati et al. 2025; the value is 0 if no norm exceeds these limits. Squared row norms are
-    diag(W_Q G_K W_Qᵀ). Under rotation they are proportional to diag(W_Q Σ_i R(i) G R(i)ᵀ W_Qᵀ), where G is the Gram
-    matrix of the stacked [W_K R(j)]_j. Column norms are computed alike.
+    diag(W_Q G_K W_Qᵀ). Under rotation, they are proportional to diag(W_Q Σ_i R(i) G R(i)ᵀ W_Qᵀ), where G is the Gram
+    matrix of the stacked [W_K R(j)]_j. Column norms are analogous.
     """
     query_gram, key_gram = form.query_gram, form.key_gram
     if (rotation := form.query_key.rotation) is not None:
@@ -171,10 +171,8 @@ def _block_traces(rotation: Rotation, left: Concatenated, right: Concatenated) -
 
 
 def cholesky_root(gram: Roots) -> tuple[Roots, Bool[Tensor, " some"]]:
-    """Return R with RᵀR = G, and whether G is well-conditioned; if not, R is 0.
-
-    R is computed by Cholesky of G scaled to unit diagonal.
-    """
+    """Return R with RᵀR = G by Cholesky (0 if G is ill-conditioned), and a mask of the well-conditioned G."""
+    # G is first scaled to unit diagonal.
     lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     lower, failed = torch.linalg.cholesky_ex(gram / lengths[..., None] / lengths[..., None, :])
     least = lower.diagonal(dim1=-2, dim2=-1).amin(-1)
@@ -259,7 +257,7 @@ def _blocks(matrix: Matrices, order: Int[Tensor, " even"]) -> list[Tensor]:
 
 
 def _index(matrix: Matrices, order: Int[Tensor, " some"]) -> Float[Tensor, "*batch some some"]:
-    """Reorder the rows and columns of a matrix; return it uncopied if the order changes nothing (as in Llama)."""
+    """Reorder the rows and columns of a matrix; return the matrix itself if the order is the identity (as in Llama)."""
     if torch.equal(order, torch.arange(matrix.shape[-1], device=order.device)):
         return matrix
     return matrix[..., order[:, None], order]
@@ -269,9 +267,10 @@ def _index(matrix: Matrices, order: Int[Tensor, " some"]) -> Float[Tensor, "*bat
 class Form:
     """The bilinear form M = s · W_Q W_Kᵀ of every head, in float64, computed from its factors without forming M.
 
-    Under rotation its norm, eigenvalues and singular values are those of the joint kernel on (content, position): block
-    (i, j) is s · W_Q R(i−j) W_Kᵀ, divided by the number of positions to be comparable with a single matrix. The joint
-    kernel has the factors [W_Q R(i)]_i and [W_K R(j)]_j, whose Gram matrices are averages of rotated Gram matrices.
+    Under rotation, the norm, eigenvalues and singular values are those of the joint kernel on (content, position).
+    Block (i, j) of this kernel is s · W_Q R(i−j) W_Kᵀ, divided by the number of positions for comparability with a
+    single matrix. The joint kernel has the factors [W_Q R(i)]_i and [W_K R(j)]_j, whose Gram matrices are averages of
+    rotated Gram matrices.
     """
 
     query_key: QueryKey
@@ -363,7 +362,7 @@ class Form:
 
     @property
     def inertia(self) -> tuple[PerHead, PerHead]:
-        """Number of positive μ and number of negative μ, beyond eps · size · max|μ|; each is 0 … head_dim."""
+        """Numbers of positive and of negative μ beyond eps · size · max|μ|, each at most head_dim."""
         eigenvalues = self.symmetric_eigenvalues
         border = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * eigenvalues.abs().amax(-1, keepdim=True)
         # Strict on both sides: an eigenvalue at the border is zero up to rounding, as are those of a zero matrix.
@@ -371,9 +370,9 @@ class Form:
 
     @property
     def positivity(self) -> PerHead:
-        """Re Σλ / Σ|λ| in [−1, 1]; λ are the eigenvalues of C, the non-zero ones of M/s (Elhage et al. 2021).
+        """Re Σλ / Σ|λ| in [−1, 1] for the eigenvalues λ of C (Elhage et al. 2021).
 
-        NaN if all λ are 0.
+        The non-zero λ are the non-zero eigenvalues of M/s. NaN if all λ are 0.
         """
         eigenvalues = over_heads(torch.linalg.eigvals, self.cross_mean)
         return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
@@ -391,9 +390,9 @@ class Form:
     def _decompose_roots(self, decompose: Callable[..., Tensor], *matrices: tuple[Tensor, ...]) -> Tensor:
         """Return `decompose(R₁, R₂, …)`, with one root R of each Gram matrix G, where RᵀR = G.
 
-        Each matrix is a tuple: G, and the factors whose columns, concatenated, have the Gram matrix G. R is computed by
-        Cholesky if G is well-conditioned, else by QR of the concatenated factors. Under rotation, these factors are too
-        long for QR; the eigendecomposition of G then replaces QR.
+        Each of `matrices` contains G and the factors whose concatenated columns have the Gram matrix G. R is computed
+        by Cholesky if G is well-conditioned, else by QR of the concatenated factors. Under rotation, these factors are
+        too long for QR; the eigendecomposition of G then replaces QR.
         """
 
         def decompose_cholesky(*grams: Tensor) -> Tensor:
@@ -443,7 +442,7 @@ def change(query_key: QueryKey, base: QueryKey) -> tuple[PerHead, PerHead]:
 
 
 def relative_change(query_key: QueryKey, base: QueryKey) -> PerHead:
-    """Return ‖ΔM‖_F / ‖M‖_F like `change`, which takes longer because it also computes singular values."""
+    """Return ‖ΔM‖_F / ‖M‖_F, defined as in `change`, without computing singular values."""
     left, right = _change_roots(query_key, base)
     difference: Tensor = torch.linalg.matrix_norm(left @ right.mT) * abs(query_key.scale)
     return difference / _norm_at_equal_positions(base)
@@ -506,7 +505,7 @@ def _column_basis(factor: Tensor) -> Tensor:
     """Return orthonormal columns that span the column space of the factor."""
     basis: Tensor
     basis, root = torch.linalg.qr(factor)
-    if not bool(_significant(torch.linalg.svdvals(root), factor).all()):  # QR would include directions of rounding
+    if not bool(_significant(torch.linalg.svdvals(root), factor).all()):  # QR would add rounding errors
         left, values, _ = torch.linalg.svd(factor, full_matrices=False)
         basis = left[:, _significant(values, factor)]
     return basis

@@ -26,10 +26,10 @@ LONG = 2048**2
 """Heads with more query–key pairs than this are called long. Their matrices are computed in tiles, without full
 spectra, which take 7 s per head and core at 2,048 tokens and 64 times as long at 8,192."""
 TILE = 1 << 22  # Numbers in one tile: 32 MB of float64. About five tiles are in memory at a time.
-BLOCK = 64  # Vectors per product; they are multiplied together, because each product computes all tiles again
+BLOCK = 64  # Vectors per product; they are multiplied together, because each product recomputes all tiles
 SMALL = 1024  # Largest number of columns of a matrix that is decomposed as a whole
 LARGEST_BASIS = 1024  # Most vectors of the Krylov space; ranks up to about a quarter of it can be proven
-POWERS = 8  # Largest power of the deflated matrix used to bound its norm: higher powers give tighter bounds
+POWERS = 8  # Largest power of the deflated matrix that bounds its norm: higher powers give tighter bounds
 SLACK = 1.3  # First guess of the ratio of the bound on the deflated norm to the next Ritz value
 ROUNDING = 1e-10  # Energies that differ by less than this share of the total prove nothing: rounding can be the cause
 FACTOR = 10 ** (16 / BLOCK) * math.sqrt(2 / math.pi)
@@ -48,7 +48,7 @@ def is_long(query_key: QueryKey) -> bool:
 def split_tiles(query_key: QueryKey) -> Iterator[tuple[slice, QueryKey]]:
     """Yield each block of queries as a slice and a QueryKey of these queries; one block unless `is_long`.
 
-    The QueryKey of a block leaves out the keys after the last one that a query of the block can see.
+    Keys after the last key that the block can see are left out.
     """
     n, m = query_key.query.shape[-2], query_key.key.shape[-2]
     if not is_long(query_key):
@@ -75,7 +75,7 @@ def map_heads(compute: Callable[[QueryKey], float | tuple[float, ...]], query_ke
 
 @dataclass(frozen=True)
 class TiledMatrix:
-    """n × m matrix P whose tiles of rows are computed again for each product; A is PᵀP."""
+    """n × m matrix P, as tiles of rows that are recomputed for each product; A is PᵀP."""
 
     tiles: Callable[[], Iterable[Float[Tensor, "rows some_m"]]]  # Rows of P in order; columns that a tile lacks are 0
     size: int  # Number of columns m
@@ -165,7 +165,7 @@ def _lanczos(matrix: TiledMatrix, generator: torch.Generator) -> Iterator[Ritz]:
 
 
 def _orthonormalise(vectors: Vectors, basis: Float[Tensor, "m basis"]) -> tuple[Vectors, Float[Tensor, "some some"]]:
-    """Return orthonormal columns Q orthogonal to the basis, and C; Q C is the vectors' part outside the basis."""
+    """Return Q and C: Q has orthonormal columns, and Q C is the part of the vectors orthogonal to the basis."""
     coupling = torch.eye(vectors.shape[1], dtype=vectors.dtype, device=vectors.device)
     for _ in range(3):  # a single pass leaves rounding errors, which normalising a small remainder amplifies
         vectors = vectors - basis @ (basis.mT @ vectors)
@@ -177,7 +177,7 @@ def _orthonormalise(vectors: Vectors, basis: Float[Tensor, "m basis"]) -> tuple[
 def _bound_deflated_norm(matrix: TiledMatrix, ritz: Ritz, pairs: int, generator: torch.Generator) -> Iterator[float]:
     """Yield bounds on the norm of M, which is A deflated by its first `pairs` Ritz vectors.
 
-    The bounds follow from ‖M^j‖ ≤ FACTOR · max_i ‖M^j ω_i‖ for Gaussian ω_i, with probability as at FACTOR.
+    The bounds follow from ‖M^j‖ ≤ FACTOR · max_i ‖M^j ω_i‖ for Gaussian ω_i, with the probability stated at FACTOR.
     """
     leading = ritz.basis @ ritz.turn[:, :pairs]
     vectors, log_bound = _draw_block(matrix, generator), math.log(FACTOR)
@@ -192,7 +192,7 @@ def _bound_deflated_norm(matrix: TiledMatrix, ritz: Ritz, pairs: int, generator:
 
 
 def _draw_block(matrix: TiledMatrix, generator: torch.Generator) -> Vectors:
-    """Draw BLOCK Gaussian vectors that the matrix can multiply."""
+    """Draw BLOCK Gaussian vectors of length m on the device of the matrix."""
     device = next(iter(matrix.tiles())).device
     return torch.randn(matrix.size, BLOCK, dtype=torch.float64, generator=generator).to(device)
 
@@ -202,7 +202,7 @@ class IntervalMask:
     """A mask in which each query sees an interval of keys, and each key is seen by an interval of queries.
 
     Examples are causal masks, windows, consecutive documents, prefixes, and masks that hide nothing. Sums over visible
-    pairs, and products of the normal equations of b_j + c_{j−i} with a vector, are then differences of running sums.
+    pairs are then differences of running sums.
     """
 
     keys: tuple[Int[Tensor, " n"], Int[Tensor, " n"]]
@@ -210,7 +210,7 @@ class IntervalMask:
     queries: tuple[Int[Tensor, " m"], Int[Tensor, " m"]]  # Index of each key's first query, and of its last plus 1
 
     def explained_squares(self, by_key: Float[Tensor, " m"], by_distance: Distances | None) -> tuple[float, float]:
-        """Return the sums of squares of row-centred scores explained by key terms b, and additionally by distances c.
+        """Return the sums of squares of row-centred scores that key terms b explain, and distance terms c in addition.
 
         The arguments are the scores' sums per key and per distance j − i ≥ 1 − n (None for cross-attention, for which
         the second result is NaN). The results are NaN if conjugate gradients do not converge.
@@ -230,7 +230,7 @@ class IntervalMask:
         distance_counts = sum_by_distance(torch.ones_like(key_counts), of_queries)
 
         def multiply(b: Tensor, c: Tensor) -> Tensor:
-            """Multiply the matrix of b's and c's normal equations, after eliminating row constants, by (b, c)."""
+            """Multiply (b, c) by the matrix of the normal equations, from which row constants are eliminated."""
             row_means = (_sum_intervals(b, self.keys) + _sum_intervals(c, of_queries)) / key_counts.clamp(min=1)
             keys = query_counts * b + _sum_intervals(c, of_keys) - _sum_intervals(row_means, self.queries)
             distances = distance_counts * c + sum_by_distance(b, of_keys) - sum_by_distance(row_means, of_queries)
@@ -264,9 +264,9 @@ def _sum_intervals(values: Vector, ends: Ends) -> Float[Tensor, " ends"]:
 
 
 def _solve_energy(multiply: Callable[[Vector], Vector], right: Vector, scale: Vector) -> float:
-    """Return gᵀN⁺g for g = `right` in the range of N, which `multiply` applies; NaN if unconverged.
+    """Return gᵀN⁺g for g = `right` in the range of N; NaN without convergence.
 
-    Conjugate gradients are applied to N scaled to unit diagonal.
+    `multiply` computes products with N; conjugate gradients are applied to N scaled to unit diagonal by `scale`.
     """
     goal = right * scale
     solution, remainder, direction = torch.zeros_like(goal), goal.clone(), goal.clone()

@@ -1,4 +1,4 @@
-"""Singular values and ranks, the number of features that attention needs, nested rank plans, the pool over heads."""
+"""Singular values, ranks, the number of features that attention needs, optimal rank reductions, the thread pool."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bo
     difference. The error is ½Σ_j|p̂_ij − p_ij|, averaged over queries that see two keys or more. The result is NaN if
     no N suffices or no query sees two keys.
 
-    Float64 suffices up to N = 64: the alternating sum for x < 0 has an error of e^{|x|}·1e−16 relative to the largest
-    weight of a row. This error is noticeable only if |x| > 32. Such a score makes even the exact sum exceed the other
-    sums of its row until N > e·|x|, which is above 64.
+    Float64 suffices up to N = 64: rounding of the alternating sum for x < 0 is noticeable only if |x| > 32, and even
+    the exact sums of such a row are then far from attention.
     """
     score, weighting, visible = query_key.content.logits, query_key, _visible_pairs(query_key)
     shift = torch.zeros_like(score[..., :1])
@@ -75,8 +74,8 @@ def taylor_order(query_key: QueryKey, error: float, largest: int, *, centred: bo
 def feature_rank(query_key: QueryKey, error: float) -> PerHead:
     """Return a sufficient number m of features: the rank of a K whose K_ij/Σ_j K_ij is within `error` of attention.
 
-    Sums and errors are over the visible pairs; K is free at hidden pairs, because zeros there would give every causal
-    head full rank. As in `taylor_order`, a query whose sum is not positive has error 1, and a sink keeps its share.
+    Sums and errors are over the visible pairs. K can have any values at hidden pairs, because zeros there would give
+    every causal head full rank. A query whose sum is not positive has error 1, and a sink keeps its weight.
 
     For m = 1, attention depends only on the key and is fitted by likelihood. For m > 1, K is fitted to P at the visible
     pairs and to its previous values at the hidden pairs (hard imputation, Mazumder et al. 2010), by STEPS steps of
@@ -91,9 +90,9 @@ def feature_rank(query_key: QueryKey, error: float) -> PerHead:
 
 
 def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
-    """Find the least rank at which a fit to one head succeeds, by bisection; NaN if no query sees two keys.
+    """Return the least rank at which a fit to one head succeeds, by bisection; NaN if no query sees two keys.
 
-    If no fit succeeds, the result is full rank.
+    If no fit succeeds, the result is min(n, m).
     """
     if not bool((visible.sum(-1) >= 2).any()):
         return torch.nan
@@ -111,11 +110,10 @@ def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
 
 
 def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
-    """Fit attention by a score b_j per key: return e^{b_j}/Σ_{l seen by i} e^{b_l} times i's total weight.
+    """Fit attention by a score b_j per key: return e^{b_j}/Σ_l e^{b_l}, over visible keys l, times i's total weight.
 
-    At keys hidden from i, the quotient is at most 1.
-
-    Newton's method finds the b that maximises the likelihood Σ_ij p_ij log p̂_ij, which is concave in b.
+    The quotient is capped at 1 for keys hidden from query i. Newton's method finds the b that maximises the likelihood
+    Σ_ij p_ij log p̂_ij, which is concave in b.
     """
     hidden, totals = visible == 0, attention.sum(-1, keepdim=True)
     scores = attention.new_zeros(attention.shape[-1])
@@ -144,7 +142,7 @@ def _can_fit(attention: Matrix, visible: Matrix, start: Matrix, directions: Dire
 
 
 def _kernel_error(kernel: Matrix, attention: Matrix, visible: Matrix) -> float:
-    """Return the mean total variation between attention and the kernel, normalised over visible pairs and any sink."""
+    """Return the mean total variation between attention and the normalised kernel; a sink keeps its weight."""
     weights = kernel * visible
     total = weights.sum(-1, keepdim=True) + (1 - attention.sum(-1, keepdim=True)).clamp(min=0)
     return float(_total_variation(weights / torch.where(total > 0, total, torch.nan), attention, visible.sum(-1)))
@@ -172,9 +170,9 @@ def _visible_pairs(query_key: QueryKey) -> Bool[Tensor, "*batch heads n m"]:
 
 
 def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"], query_key: QueryKey) -> Matrices:
-    """Return k_ij e^{b_ij}/(Σ_j k_ij e^{b_ij} + e^{sink}) over the keys that i sees; kernel_ij is e^{unit_i} · k_ij.
+    """Return k_ij e^{b_ij}/(Σ_j k_ij e^{b_ij} + e^{sink}) over the keys that i sees.
 
-    Rows whose sum is not positive are NaN.
+    `kernel` contains e^{unit_i} · k_ij. Rows whose sum is not positive are NaN.
     """
     hidden = ~_visible_pairs(query_key)
     weights = kernel.masked_fill(hidden, 0.0)
@@ -266,7 +264,7 @@ def _run_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> l
 
 @cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Return the process's pool of this many threads, cached because starting threads takes too long per measure."""
+    """Return the process's pool of this many threads; the pool is cached, because starting threads takes time."""
     return ThreadPoolExecutor(workers, initializer=_one_thread)
 
 
@@ -279,7 +277,7 @@ def _one_thread() -> None:
 def one_thread() -> Iterator[None]:
     """Context manager: limit torch to one thread.
 
-    Several threads mostly wait for each other, and results depend on their number.
+    On small matrices, several threads mostly wait for each other, and results depend on their number.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

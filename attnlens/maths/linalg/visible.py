@@ -31,11 +31,11 @@ RIDGE = 1e-10
 """Number added to the unit diagonal of the normal equations, which are singular because constant and linear terms can
 be moved between key terms b and distance terms c. The number exceeds rounding, so that Cholesky succeeds, and is below
 the least non-zero eigenvalue."""
-REFINEMENTS = 2  # Steps that remove the ridge's effect: each leaves RIDGE/λ of it, λ the least non-zero eigenvalue
+REFINEMENTS = 2  # Steps that each multiply the ridge's effect by RIDGE/λ; λ is the least non-zero eigenvalue
 
 
 def _fit_masks(query_key: QueryKey) -> Iterator[tuple[Bool[Tensor, "*batch heads"], Explain]]:
-    """Yield, for every distinct mask, which sequences and heads use it, and the function that fits their scores."""
+    """Yield, for every distinct mask, an index of the sequences and heads that use it, and the fit of their scores."""
     lead, (n, m) = query_key.query.shape[:-2], query_key.logits.shape[-2:]
     distances, device = query_key.site.part != "cross", query_key.query.device
     if query_key.allowed is None:
@@ -135,8 +135,7 @@ class VisibleShares:
     """Shares of the variance of visible, row-centred scores that keys and distances explain; NaN without variance.
 
     L_ij ≈ a_i + b_j + c_{i−j} is fitted by least squares on the visible pairs, first a, then b, then c. Softmax ignores
-    a. The shares are in [0, 1] and sum to 1. Cross-attention has no distances: its interaction is all that b does not
-    explain.
+    a. The shares are in [0, 1] and sum to 1. Cross-attention has no distances, so its interaction share is 1 − `key`.
     """
 
     key: PerHead  # explained by b_j: keys that all queries favour
@@ -147,7 +146,8 @@ class VisibleShares:
 def visible_shares(query_key: QueryKey) -> VisibleShares:
     """Compute the three shares of every head under any mask.
 
-    NaN without variance or, if the head `is_long`, if its mask has gaps or conjugate gradients do not converge.
+    The shares of a head without variance are NaN, and so are those of a long head if its mask has gaps or conjugate
+    gradients do not converge.
 
     The normal equations depend only on the mask and are factored once per mask; long heads use conjugate gradients.
     """
@@ -181,7 +181,7 @@ def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
 def visible_rank(query_key: QueryKey, share: float) -> PerHead:
     """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for σ of the row-centred visible scores; NaN if all are zero.
 
-    For long heads, k is also NaN if `least_rank` cannot prove it.
+    For long heads, the result is also NaN if `least_rank` cannot prove k.
     """
 
     def rank(head: QueryKey) -> float:
@@ -259,7 +259,7 @@ def _exceeds_rounding(norm: Norms, scores: Norms, keys: int) -> Bool[Tensor, "*b
 
 
 def _sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some sums"]:
-    """Concatenate ‖L‖² of the scores L, their sums per key and their sums per distance."""
+    """Return the squared norm of the scores, their sums per key and their sums per distance, concatenated."""
     energy = scores.flatten(1).norm(dim=1, keepdim=True).square()
     return torch.cat((energy, scores.sum(-2), distance_sums(scores)), -1)
 

@@ -1,12 +1,12 @@
-"""Standard errors, intervals, nulls and false discovery rates: the uncertainty of measures.
+"""Standard errors, intervals, null distributions and false discovery rates of measures.
 
-- `design`: how windows were sampled from texts, the variance of a mean under that design, bootstrap draws; running
+- `design`: the sampling of windows from texts, the variance of a mean under this design, bootstrap samples; running
   means and linear CKA over batches.
-- `intervals`: standard errors (by `Design.variance`), intervals, p-values, false discovery rates, nulls.
-- `associations`: rank correlations, permutation tests, treatments compared in blocks.
+- `intervals`: standard errors, intervals, p-values, false discovery rates, null distributions.
+- `associations`: rank correlations, permutation tests, comparisons of treatments in blocks.
 
 Inputs are tensors with one row per window or head, and a `Design`, which describes how windows were sampled; outputs
-are tensors, numbers or an `Interval`. Importers: as for `attnlens.maths`.
+are tensors, numbers or an `Interval`. Importers: see `attnlens.maths`.
 
 The studies under `benchmarks/` compare two measures of the same heads by Spearman's ρ with an interval over heads, or
 over whole `groups` of heads such as layers:

@@ -1,4 +1,7 @@
-"""Rank correlations of measures with harm (loss added by changing a head), tests, reliability; treatments in blocks."""
+"""Rank correlations, permutation tests and reliability of measures of heads; comparisons of treatments in blocks.
+
+A measure is compared with the harm: the loss added by changing a head.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,14 @@ special = LazyModule("scipy.special")
 stats = LazyModule("scipy.stats")
 
 LEAST = 1e-5  # Lower limit on variances, relative to their median: differences equal by chance must not give p = 0
-COUNTED = 0.5  # Share of other pairs' degrees of freedom that counts, because pairs with a common treatment share noise
+COUNTED = 0.5  # Factor for degrees of freedom from other pairs: pairs with a common treatment share noise
 FEWEST = 3  # Fewest variances whose spread can be estimated; fewer variances are not moderated
 NEAR_ONE = 1 - 1e-12
-"""Largest |ρ| passed to artanh, which is infinite at 1: all pairs of a bootstrap sample can be in the same order."""
+"""Largest |ρ| passed to artanh, which is infinite at 1; a bootstrap sample can have |ρ| = 1."""
 PERMUTATIONS = 10_000  # Permutations of heads for a p-value
 DRAWS = 1000  # Bootstrap samples of windows for an interval
 SPLITS = 100  # Random halvings of the windows
-ROUNDING = 1e-9  # Largest difference by rounding between equal scores of two permutations
+ROUNDING = 1e-9  # Largest rounding difference between equal scores of two permutations
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,8 @@ class Blocks:
     """Table of treatments × blocks, y_cs = μ_c + β_s + ε_cs; the variance of ε can differ between treatments.
 
     Student's t compares two treatments by their differences in each block, in which β cancels. The variance of the
-    differences is moderated by those of other pairs (Smyth 2004): the more similar the variances, the more degrees of
-    freedom they add. The test suite checks the false positive rate.
+    differences is moderated by the variances of other pairs (Smyth 2004), which add more degrees of freedom the more
+    similar they are. The test suite checks the false positive rate.
     """
 
     values: Float[Tensor, "treatments blocks"]  # One row per treatment, one column per block; finite
@@ -61,10 +64,10 @@ class Blocks:
         return self.values.double().mean(1)
 
     def p_values(self) -> list[float]:
-        """Return the two-sided p-value of μ_a = μ_b for each pair in `pairs_of`.
+        """Return the two-sided p-value for the hypothesis μ_a = μ_b of each pair in `pairs_of`.
 
-        A p-value is NaN if the differences of most pairs of the same two kinds have zero variance, or for a single
-        block.
+        A p-value is NaN if there is a single block, or if at least half of the pairs of the same two kinds have
+        differences of zero variance.
         """
         pairs, values = pairs_of(len(self.values)), self.values.double().numpy()
         blocks, differences = values.shape[1], np.array([values[a] - values[b] for a, b in pairs])
@@ -83,9 +86,10 @@ class Blocks:
 def _moderate_variances(variances: Variances, freedom: int, others: int) -> tuple[Variances, float]:
     """Return (d₀s₀² + d s²)/(d₀ + d) for each s² with d degrees of freedom, and d₀ (Smyth 2004, Section 6.2).
 
-    d₀ and s₀² are those of the scaled χ² distribution that fits the spread of log s². d₀ is at most the degrees of
-    freedom of `others` treatments; it is then multiplied by COUNTED. Fewer than FEWEST variances are not moderated: d₀
-    is 0. Each s² counts as at least LEAST times the median of all; if the median is 0, the results are NaN and 0.
+    d₀ and s₀² are the parameters of the scaled χ² distribution that fits the spread of log s². d₀ is at most the
+    degrees of freedom of `others` treatments, and is then multiplied by COUNTED. Fewer than FEWEST variances are not
+    moderated, and d₀ is 0. Each s² is raised to at least LEAST times the median; if the median is 0, the results are
+    NaN and 0.
     """
     middle = float(np.median(variances))
     if not middle > 0:
@@ -127,11 +131,11 @@ def rank_correlation(
 ) -> Interval:
     """Return Spearman's ρ in [−1, 1] and its 95 % interval. Ties share their mean rank; pairs with NaN do not count.
 
-    The interval's ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers). Few
-    layers would give too narrow intervals. Therefore the distance of each end from the artanh ρ of all heads is
+    The interval's ends are quantiles of artanh ρ over bootstrap samples of heads, or of whole `groups` (layers).
+    Because intervals from few layers would be too narrow, the distance of each end from the artanh ρ of all heads is
     multiplied by √(n/(n − 1)), for n heads or groups, and by the ratio of Student's t (n − 1 degrees of freedom) to the
-    normal quantile. NaN for fewer than four pairs, or if all x or all y are equal; for a single group, only the ends
-    are NaN.
+    normal quantile. All three numbers are NaN for fewer than four pairs, or if all x or all y are equal; for a single
+    group, only the ends are NaN.
     """
     present = ~(x + y).isnan()
     x, y = x[present].double(), y[present].double()
@@ -153,7 +157,7 @@ def rank_correlation(
 
 
 def _correlations(x: PerHead, y: PerHead, times: Draws) -> Float[Tensor, " draws"]:
-    """Return Spearman's ρ of x and y in each sample; `times` contains how often each head occurs in a sample."""
+    """Return Spearman's ρ of x and y in each sample; `times` counts the occurrences of each head in each sample."""
     total = times.sum(1, keepdim=True)
     centred = []
     for side in (x, y):
@@ -179,10 +183,11 @@ def rank_values(values: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch 
 def permutation_tests(measures: Measures, harm: PerHead, draws: int = PERMUTATIONS, seed: int = 0) -> PermutationTests:
     """Return the permutation p-values of each measure's Spearman correlation ρ with the harm.
 
-    p is (1 + #{t* ≥ t})/(1 + draws), where t = |ρ|√(n − 1) over the n heads with both values. Each permutation of the
-    harms is used for all measures. `corrected` compares t with the largest t* of any measure (maxT, Westfall & Young
-    1993, section 2.6), which bounds the probability of reporting any unassociated measure. Harms are ranked among all
-    heads with a harm. NaN for a measure that is constant or has fewer than four values.
+    p is (1 + #{t* ≥ t})/(1 + draws), where t = |ρ|√(n − 1) over the n heads with both values, and t* is the value of t
+    after a permutation of the harms. Each permutation is used for all measures. `corrected` compares t with the largest
+    t* of any measure (maxT, Westfall & Young 1993, section 2.6), which bounds the probability of reporting any
+    unassociated measure. Harms are ranked among all heads with a harm. NaN for a measure that is constant or has fewer
+    than four values.
     """
     has_harm = ~harm.isnan()
     values, harm = measures.double()[:, has_harm], harm[has_harm].double()
@@ -229,9 +234,9 @@ def windows_interval(
     """Return the 95 % interval, over windows, of the correlation ρ = `value` between a measure and the harm.
 
     The interval is tanh(artanh ρ ± t·sd), with Student's t and the sd of artanh ρ* over bootstrap samples of windows or
-    texts, widened by `Design.widening`. Each sample recomputes the harm. It also recomputes the measure, unless the
-    measure has no axis of windows because it depends only on the weights. Samples in which a head lacks a value are
-    ignored. The ends are NaN if ρ is NaN, if `design` has no degrees of freedom, or if fewer than two samples remain.
+    texts, widened by `Design.widening`. The harm is recomputed in each sample, and so is the measure if it has an axis
+    of windows. Samples in which a head lacks a value are ignored. The ends are NaN if ρ is NaN, if `design` has no
+    degrees of freedom, or if fewer than two samples remain.
     """
     if design.freedom < 1 or math.isnan(value):
         return Interval(value, math.nan, math.nan)
@@ -257,8 +262,8 @@ def split_half(harm: Windows, sizes: Sizes, design: Design, seed: int = 0) -> fl
     """Return the reliability 2r/(1 + r) ≥ 0 of the heads' harms; r is Spearman's ρ between halves of the windows.
 
     r is the median over random halvings, within each text if every text has at least two windows (Spearman 1910, Brown
-    1910). A measure that determines the harm except for the windows' noise has an expected ρ of √reliability. NaN for
-    fewer than two windows or fewer than four heads; 0 if r is undefined.
+    1910). A measure that predicts the harm perfectly, apart from noise between windows, has an expected ρ of
+    √reliability. NaN for fewer than two windows or fewer than four heads; 0 if r is undefined.
     """
     if design.count < 2 or harm.shape[1] < 4:
         return math.nan

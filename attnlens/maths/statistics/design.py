@@ -1,4 +1,4 @@
-"""How windows were sampled from texts, errors under that design; running means and linear CKA over batches."""
+"""Sampling of windows from texts, and standard errors under this design; running means and linear CKA over batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stream:
     """
 
     def __init__(self) -> None:
-        self.count: Tensor = torch.zeros(())  # Number of values behind each entry
+        self.count: Tensor = torch.zeros(())  # Number of values averaged in each entry
         self._mean: Tensor = torch.zeros(())
         self._started = False
 
@@ -58,7 +58,7 @@ def count_and_mean(values: Float[Tensor, "samples ..."]) -> tuple[Float[Tensor, 
 
 
 def _pad_to_same_length(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Append zeros to the last axis of the shorter tensor, until lengths are equal; none if `first` is a scalar."""
+    """Pad the last axis of the shorter tensor with zeros to equal length; pad nothing if `first` is a scalar."""
     if first.dim() == 0 or first.shape == second.shape:
         return first, second
     steps = max(first.shape[-1], second.shape[-1])
@@ -67,7 +67,7 @@ def _pad_to_same_length(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LinearCKA:
-    """Linear CKA ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖) of centred states X and Y of two models (Kornblith et al. 2019, Eq. 4).
+    """Linear CKA ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖) of two models' centred hidden states X and Y (Kornblith et al. 2019, Eq. 4).
 
     The products are summed over batches.
     """
@@ -78,7 +78,7 @@ class LinearCKA:
         self._count = 0
 
     def add(self, x: Float[Tensor, "tokens d_model"], y: Float[Tensor, "tokens d_model"]) -> None:
-        """Add the states of the same tokens in both models."""
+        """Add a batch: the hidden states of the same tokens in both models."""
         for product, left, right in zip(self._products, (x, x, y), (y, x, y), strict=True):
             product += left.mT @ right
         for total, part in zip(self._sums, (x, y), strict=True):
@@ -87,7 +87,7 @@ class LinearCKA:
 
     @property
     def value(self) -> float | None:
-        """CKA in [0, 1]: 1 if Y is X rotated and scaled; None if all states of one model are equal."""
+        """CKA in [0, 1], which is 1 if Y is X rotated and scaled; None if all states of one model are equal."""
         x, y = self._sums
         pairs = ((x, y), (x, x), (y, y))
         cross, x_norm, y_norm = (
@@ -111,7 +111,7 @@ class Design:
 
     @classmethod
     def of(cls, names: Sequence[object], over: Literal["windows", "texts"] | None = None) -> Design:
-        """Build the design from the name of each window's text; by default over texts if there are five or more."""
+        """Build the design from the name of each window's text; by default, over="texts" for five or more texts."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         over = over or ("texts" if len(numbers) >= FEWEST_TEXTS else "windows")
         return cls(tuple(numbers[name] for name in names), over)
@@ -128,7 +128,7 @@ class Design:
 
     @property
     def clustered(self) -> bool:
-        """True if texts were sampled."""
+        """True if the sampled units are texts."""
         return self.over == "texts"
 
     @property
@@ -191,11 +191,11 @@ class Design:
         return torch.tensor([count / (count - 1) for count in counts], dtype=torch.float64).sqrt()
 
     def variance(self, residuals: PerWindow, times: PerWindow) -> Float[Tensor, "*batch"]:
-        """Return the variance of Σ times · residuals; each window is counted `times` times (0 if it has no value).
+        """Return the variance of Σ times · residuals; `times` counts each window's occurrences (0 if it has no value).
 
         Over windows it is Σ_t n_t/(n_t − 1) Σ_{i in t} (r_i − r̄_t)² for strata t of n_t windows; over T texts t it is
-        T/(T − 1) Σ_t (Σ_{i in t} r_i)². Residuals are those of a mean, divided by its denominator. NaN for fewer than
-        two texts or, over windows, for fewer than two windows in all or exactly one in a stratum.
+        T/(T − 1) Σ_t (Σ_{i in t} r_i)². Residuals are deviations from a mean, divided by the mean's denominator. NaN
+        for fewer than two texts or, over windows, for fewer than two windows in all or exactly one window in a stratum.
         """
         sums = (times * residuals) @ self.members.mT
         if self.clustered:
@@ -216,8 +216,8 @@ class Design:
         """Return the mean over tokens of every unit (row of `values`) in every sample, and its standard error.
 
         `values` are the windows' means, and `size` is each window's number of tokens. The standard error is √`variance`
-        of the residuals size · (value − mean)/Σ times · size (Cochran 1977, ratios). The standard error is computed
-        from matrix products, because the residuals of all draws, units and windows do not fit in memory.
+        of the residuals size · (value − mean)/Σ times · size (Cochran 1977, ratio estimators). It is computed from
+        matrix products, because the residuals of all draws, units and windows do not fit in memory.
         """
         drawn = times * size
         total = drawn.sum(-1, keepdim=True)

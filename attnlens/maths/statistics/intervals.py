@@ -1,4 +1,4 @@
-"""Standard errors, intervals, p-values and false discovery rates over windows or texts; nulls of measures."""
+"""Standard errors, intervals, p-values and false discovery rates over windows or texts; null distributions."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ stats = LazyModule("scipy.stats")
 
 LEVEL = 0.95  # Confidence level of all intervals and bounds
 DRAWN_BYTES = 2**26  # Bytes of random factors processed at once: all draws together can exceed memory
-MEDIAN_DRAWS = 2000  # Draws of all heads for the null of a median, whose sd is then known to 1/√4000, 1.6 %
-MEDIAN_ERROR_DRAWS = 1000  # Bootstrap samples for the standard error of a median, which is then known to 1/√2000, 2.2 %
+MEDIAN_DRAWS = 2000  # Draws of all heads for the null of a median: the sd is then known to 1/√4000, 1.6 %
+MEDIAN_ERROR_DRAWS = 1000  # Bootstrap samples for the standard error of a median: it is then known to 1/√2000, 2.2 %
 DRAWS = 20_000  # Bootstrap samples for a p-value: among 300 heads, the smallest p must be able to fall below 0.05/300
 MOST_WINDOWS = 256  # Most windows that are bootstrapped: the effect of skewness on Student's t falls with √windows
 ENOUGH = 50  # Samples beyond a unit's score after which its bootstrap ends: p is then accurate (Besag & Clifford 1991)
@@ -102,7 +102,7 @@ def robust_z(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 class Interval(NamedTuple):
-    """A number with the ends of its interval; the ends are NaN if there is no interval."""
+    """A number and its confidence interval; the ends are NaN if there is no interval."""
 
     value: float
     low: float
@@ -143,11 +143,11 @@ def paired_difference(
     draws: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """Return of(mean after) − of(mean before) over windows, with its 95 % interval.
+    """Return f(mean after) − f(mean before) over windows, with its 95 % interval; f is `of`.
 
-    The interval is a studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts, are
-    resampled with both values of each window, and the quantiles of (θ* − θ)/se* turn the sample's error into an
-    interval. Student's t is used if the design has fewer than eight `exchangeable` draws, or if the error is 0. If
+    The interval is that of a studentised bootstrap (Efron & Tibshirani 1993, section 12.5): windows, or whole texts,
+    are resampled with both values of each window, and the standard error is multiplied by the quantiles of (θ* −
+    θ)/se*. Student's t is used if the design has fewer than eight `exchangeable` draws, or if the error is 0. If
     `weights` (each window's number of tokens) are given, means are over tokens. `of` is the identity (None), exp
     (perplexity) or log. Pairs with a NaN do not count; all three numbers are NaN if no pair remains.
     """
@@ -170,7 +170,7 @@ def paired_difference(
 def _contrast(
     pair: Float[Tensor, "2 windows"], weight: PerWindow, times: Samples, design: Design, of: Transform | None
 ) -> tuple[PerDraw, PerDraw]:
-    """Return of(mean after) − of(mean before) in each sample, and its standard error to first order (delta method)."""
+    """Return the difference of(mean after) − of(mean before) in each sample, and its delta-method standard error."""
     total = (times * weight).sum(-1)
     means = torch.stack([(times * weight * side).sum(-1) / total for side in pair])
     values, slopes = means, torch.ones_like(means)
@@ -189,7 +189,7 @@ def _contrast(
 def standard_error(values: Float[Tensor, "windows ..."], design: Design) -> Float[Tensor, "*rest"]:
     """Return the standard error of each entry's mean over windows, ignoring NaN.
 
-    It is the square root of `Design.variance`: sd/√n for windows of one text, and NaN for a single draw.
+    The error is the square root of `Design.variance`: sd/√n for windows of one text, NaN for a single window or text.
     """
     rows = values.double().movedim(0, -1)
     present = (~rows.isnan()).double()
@@ -208,8 +208,8 @@ def median_error(
 ) -> list[float]:
     """Return, for each group of heads, the standard error of the median of the heads' means over windows.
 
-    It is the sd over bootstrap samples of windows, widened by `Design.widening`. Every sample averages all heads over
-    the same windows, because heads that read the same text are not independent. NaN if there is only one draw.
+    The error is the sd over bootstrap samples of windows, widened by `Design.widening`. Every sample averages all heads
+    over the same windows, because heads that read the same text are not independent. NaN without degrees of freedom.
     """
     if design.freedom < 1 or not len(values):
         return [math.nan] * len(groups)
@@ -220,7 +220,7 @@ def median_error(
 
 
 def p_values(differences: Float[Tensor, "units windows"], design: Design, weights: PerWindow, seed: int = 0) -> PerUnit:
-    """Return the two-sided p of each unit (row) for the hypothesis that its mean difference, weighted by tokens, is 0.
+    """Return the two-sided p-value of each row for the hypothesis that its mean difference, weighted by tokens, is 0.
 
     p is (1 + #{|θ* − θ|/se* ≥ |θ|/se})/(1 + draws) by the studentised bootstrap, because Student's t reports nearly
     twice as many false effects as this bootstrap if heads' differences are skewed. If fewer than ENOUGH samples exceed
@@ -259,9 +259,9 @@ def _student_p(scores: PerUnit, freedom: int) -> PerUnit:
 
 
 def adjust_p_values(p_values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return q for each p: the least false discovery rate at which its hypothesis is rejected.
+    """Return the q-value of each p-value: the least false discovery rate at which its hypothesis is rejected.
 
-    The method is that of Benjamini & Hochberg (1995). NaN stays NaN and does not count as a hypothesis.
+    The method is due to Benjamini & Hochberg (1995). NaN stays NaN and does not count as a hypothesis.
     """
     rates = torch.full_like(p_values, torch.nan, dtype=torch.float64)
     present = ~p_values.isnan()
