@@ -29,7 +29,7 @@ GROUPS: dict[str, dict[str, str]] = {  # Commands by purpose, each with the ques
     },
     "Reference": {
         "report": "Show, draw or convert a saved report",
-        "list": "List kernels, analyzers, measures or architectures, or print the JSON Schema",
+        "list": "List kernels, analyzers, measures or model types, or print the JSON Schema",
         "explain": "Explain one measure, kernel or term",
     },
 }
@@ -98,7 +98,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "attnlens report report.json --html page.html",
         "attnlens report report.json --bare --figure weights.symmetry.pdf",
     ),
-    "list": ("attnlens list", "attnlens list kernels", "attnlens list schema"),
+    "list": ("attnlens list", "attnlens list kernels", "attnlens list architectures gemma"),
     "explain": ("attnlens explain symmetry", "attnlens explain tokens.entropy", "attnlens explain rbf"),
 }
 VARIABLES = "Environment variables, such as ATTNLENS_WINDOWS=8, and the file attnlens.toml also set options."

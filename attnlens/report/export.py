@@ -99,7 +99,9 @@ def windows(report: Report) -> Sequence[Row]:
 
 def _plan(report: Report) -> str:
     if report.plan is None:
-        raise UsageError("The report does not contain a plan.", "Create one with: attnlens ranks --budget loss:1%")
+        raise UsageError(
+            "The report does not contain a plan.", "Create one with: attnlens ranks MODEL --budget loss:1% --plan FILE"
+        )
     return report.plan.to_json()
 
 

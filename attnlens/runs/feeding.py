@@ -159,10 +159,10 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) ->
     """Yield the report's notes on windows and texts."""
     yield from inputs.notes
     yield from texts.foreign_notes(inputs.unknown)
+    noun = "lines" if requested.pack is False else "windows"
     if inputs.left_out:
         left_out, count = ", ".join(inputs.left_out), len(set(inputs.parts)) + len(inputs.left_out)
-        yield f"Left out: {left_out}, because there are only {inputs.sequences} sequences for {count} texts."
-    noun = "lines" if requested.pack is False else "windows"
+        yield f"Left out: {left_out}, because there are only {inputs.sequences} {noun} for {count} texts."
     if requested.placement == "first":
         yield f"The {noun} are the first of each text, so standard errors do not cover the rest of the texts."
     repeated = texts.repeated_share(loaded.tokenizer, inputs.ids)

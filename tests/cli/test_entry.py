@@ -93,6 +93,10 @@ def test_list_names_measures_schema_and_model_types():
     assert "--analyzer selection" in invoke("list", "analyzers").stdout
     assert absent(invoke("list", "kernels").stdout, "rbf", "tokens.entropy") == ["tokens.entropy"]
     assert invoke("list", "schema").stdout == json_schema()
+    gemma = invoke("list", "architectures", "GEMMA").stdout
+    assert absent(gemma, "gemma3_text", "llama") == ["llama"]
+    refused = invoke("list", "kernels", "zz")
+    assert (refused.returncode, "contains 'zz'" in refused.stderr) == (2, True)
     assert (DEMO.parents[1] / "schema.json").read_text() == json_schema(), "the shipped schema is out of date"
     page = (DEMO.parents[2] / "docs" / "architectures.md").read_text()
     assert page.endswith(invoke("list", "architectures", "--markdown").stdout)

@@ -94,7 +94,7 @@ def test_captions_follow_short_and_skipped_texts_and_the_placement(pieces, tmp_p
     (tmp_path / "short.txt").write_text(BOOK[:900])
     assert "of the 32 requested windows." in flowing("inspect", "demo", *FEW, paths=[tmp_path / "short.txt"])
     shown = flowing("inspect", "demo", *FEW, "--windows", "4", paths=pieces[:5])
-    assert "Left out: piece-4.txt, because there are only 4 sequences for 5 texts." in shown
+    assert "Left out: piece-4.txt, because there are only 4 windows for 5 texts." in shown
     shown = flowing("inspect", "demo", *FEW, "--windows", "4", "--placement", "first")
     source, scope = "4 × 32 tokens from the beginning of King James passages", "apply to similar windows, not to all of"
     wrong = "windows of King James passages"

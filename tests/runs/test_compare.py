@@ -556,7 +556,7 @@ def test_rules_cover_the_blocks_of_a_comparison():
     with pytest.raises(UsageError, match="matches nothing: no block"):
         attnlens.check(report, ["compare.blocks: max < 0.01 @layers 7"])
     plain = attnlens.inspect("demo", source="weights", layers=[0], analyzers=["symmetry"])
-    with pytest.raises(UsageError, match="matches nothing: only a report of `attnlens compare`"):
+    with pytest.raises(UsageError, match="matches nothing: only `attnlens compare` on text"):
         attnlens.check(plain, ["compare.blocks: max < 0.01"])
 
 

@@ -735,7 +735,8 @@ def test_heads_that_differ_in_other_measures_alone_are_not_listed_with_their_own
     assert said["Changed?"].answer == "None of 12 heads changed by itself; 2 differ in other measures."
     assert said["Changed?"].evidence.endswith(" 2 more are significant but too small to matter.")
     assert (
-        said["Which heads?"].answer == "Layer 1 head 3 (KL as run 0.020 nats), layer 1 head 2 (KL as run 0.010 nats)."
+        said["Which heads?"].answer
+        == "Attention differs most in layer 1 head 3 (KL 0.020 nats), layer 1 head 2 (KL 0.010 nats)."
     )
     assert not any("inspect" in command for command in commands)
 
@@ -744,7 +745,10 @@ def test_heads_that_differ_in_other_measures_alone_are_not_listed_with_their_own
     said, commands = shown(*others[:1], *most, relation="changed")
     assert said["Changed?"].answer == "2 of 12 heads changed."
     assert said["Changed?"].evidence.endswith(" 1 more is significant but too small to matter.")
-    assert said["Which heads?"].answer == "Layer 1 head 5 (own KL 0.30 nats), layer 1 head 4 (own KL 0.20 nats)."
+    assert (
+        said["Which heads?"].answer
+        == "Attention differs most in layer 1 head 5 (KL 0.30 nats), layer 1 head 4 (KL 0.20 nats)."
+    )
     assert " --head 1.5 " in commands[0], "the most changed head"
 
     form = MeasureChange(layer=1, head=2, measure="compare.form_change", delta=0.25)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
@@ -11,10 +11,14 @@ from attnlens.arguments import checked_name
 from attnlens.cli import parameters as opt
 from attnlens.cli.outputs import Outputs, deliver, guard_stdout
 from attnlens.cli.show import console
+from attnlens.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from attnlens.report.sections.section import Section
 
+Entry = TypeVar("Entry")
 LISTED = ("kernels", "analyzers", "measures", "architectures", "schema")
 
 
@@ -31,6 +35,7 @@ WHAT = opt.argument(
     shown="kernels, analyzers and measures",
     names=lambda: [*LISTED],
 )
+PART = opt.argument("part", "List only entries whose name contains this text, such as `gemma`.", metavar="TEXT")
 EXPLAINED = opt.argument(
     "name",
     "A measure, curve, distance or kernel (see `attnlens list`), or a term used in the output.",
@@ -41,7 +46,7 @@ EXPLAINED = opt.argument(
 SAVED = opt.argument("saved", "A report written by --json.", str, "REPORT")
 
 
-@opt.with_options(WHAT | opt.PRINTED_MARKDOWN | opt.DEBUG)
+@opt.with_options(WHAT | PART | opt.PRINTED_MARKDOWN | opt.DEBUG)
 def list_(context: typer.Context) -> None:
     """List kernels, analyzers, measures or model types and their support, or print the JSON Schema of reports."""
     what = context.params["what"]
@@ -57,18 +62,26 @@ def list_(context: typer.Context) -> None:
     from attnlens.records import architectures
     from attnlens.report.sections import reference as lists
 
+    part = (context.params["part"] or "").lower()
+
+    def select(entries: Iterable[Entry], field: str = "name") -> list[Entry]:
+        """Return the entries whose name contains the requested text."""
+        return [entry for entry in entries if part in getattr(entry, field).lower()]
+
     sections = []
     if kind == "architectures":
-        sections += lists.architecture_list(*architectures.architectures())
+        measured, types = architectures.architectures()
+        sections += lists.architecture_list(measured, select(types, "model_type"))
     if kind in (None, "kernels"):
-        sections += lists.kernel_list(
-            kernels.kernels().values(), kernels.TIES.values(), kernels.FILTERS.values(), kernels.HYBRIDS.values()
-        )
+        modifiers = (select(kinds.values()) for kinds in (kernels.TIES, kernels.FILTERS, kernels.HYBRIDS))
+        sections += lists.kernel_list(select(kernels.kernels().values()), *modifiers)
     if kind in (None, "analyzers"):
-        sections.append(lists.analyzer_list(registry.list_analyzers()))
+        sections.append(lists.analyzer_list(select(registry.list_analyzers())))
     if kind in (None, "measures"):
-        sections.append(lists.measure_list(registry.measure_infos().values()))
-    _print(sections, markdown=context.params["markdown"])
+        sections.append(lists.measure_list(select(registry.measure_infos().values())))
+    if not any(section.table for section in sections):
+        raise UsageError(f"No listed name contains {context.params['part']!r}.", "Leave out this text to list all.")
+    _print([section for section in sections if section.table], markdown=context.params["markdown"])
 
 
 @opt.with_options(EXPLAINED | opt.PRINTED_MARKDOWN | opt.DEBUG)

@@ -118,7 +118,8 @@ def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
                     parts[f"{role}.bias"] = bias.flatten()[flat].reshape(bias.shape)
                 symbol = name_weights([role])
                 wrong = "a single head" if count == 1 else f"{count} heads"
-                text = f"the rows of {symbol} were permuted ({NAMED[name][0].split(' instead')[0]}) as for {wrong}"
+                kind = "interleaved" if name == INTERLEAVED else "half-split"
+                text = f"the rows of {symbol} were permuted ({kind}) as for {wrong}"
                 text += f", but {symbol} has {counts[role]}"
                 repair = f"permute the rows of {symbol} for {counts[role]} heads"
                 yield Step(f"{name} of {count} heads", text, repair, parts)

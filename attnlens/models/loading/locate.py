@@ -145,12 +145,11 @@ def reachable(endpoint: str) -> bool:
 
 def _address(text: str, variable: str) -> tuple[SplitResult, int]:
     """Return the parts and the port of an address. Raises ModelError if the address is invalid."""
-    try:  # error messages name the variable, since the address can contain a password
+    try:
         parts = urlsplit(text if "://" in text else f"//{text}")
         port = parts.port
-    except ValueError as error:
-        problem = f"{variable} is not a valid address: {error}"
-        raise ModelError(problem, f"Correct the variable {variable}, or unset it.") from None
+    except ValueError:  # the message omits the address and the error's text, which can contain a password
+        raise ModelError(f"{variable} is not a valid address.", f"Correct {variable}, or unset it.") from None
     return parts, port or (443 if parts.scheme == "https" else 80)
 
 
@@ -544,7 +543,8 @@ def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> t
         problem = f"{where} has no {lacking}, but folders inside it contain models: {listed}."
         if os.path.isdir(where):  # noqa: PTH112
             raise ModelError(problem, f"Give the path of a model, such as {shlex.quote(f'{where}/{folders[-1]}')}")
-        raise ModelError(problem, f"{say_path.replace('file', 'model', 1)} {folders[-1]}, for example.")
+        path = f"give the path of a model in the folder that it prints, such as {folders[-1]}"
+        raise ModelError(problem, f"Run `hf download {where}`, and {path}.")
     for kind, file, remedy in _match_formats(sorted({name.partition("/")[0] for name in names})):
         raise ModelError(f"{where} contains {kind} ({shorten_text(file)}), which attnlens does not read.", remedy)
     remedy = "Choose a model with safetensors or GGUF weights; if files are missing, download them again."

@@ -229,8 +229,13 @@ def _join_heads(heads: set[Place], name: Names) -> str:
     return join_items(f"{name(layer)}.{head}" for layer, head in sorted(heads))
 
 
-DISTANCES = {OWN_ROWS: "own KL {} nats", FORMS: "‖ΔM‖/‖M‖ {}", ROWS: "KL as run {} nats"}
-"""Distances by which changed heads are sorted, in order of preference → format of the values."""
+DISTANCES = {
+    OWN_ROWS: ("Attention", "KL {} nats", "KL of the attention rows if the head's block gets the same hidden states."),
+    FORMS: ("M", "‖ΔM‖/‖M‖ {}", ""),
+    ROWS: ("Attention", "KL {} nats", "KL of the attention rows, including the effect of earlier blocks."),
+}
+"""Distances by which the changed heads can be sorted, in order of preference → what differs, the format of a value, and
+an explanation."""
 
 
 def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChange]:
@@ -251,12 +256,14 @@ def _changed_heads(comparison: Comparison, changes: Changes, name: Names) -> Fin
         answer = f"{_join_heads(changes.own or changes.others, name)}."
         return Finding(question="Which heads?", answer=answer, evidence="Heads are written LAYER.HEAD.")
     measure = rows[0].measure
+    subject, value, evidence = DISTANCES[measure]
     shown = [
-        f"layer {name(row.layer)} head {row.head} ({DISTANCES[measure].format(short(row.delta or 0.0))})"
+        f"layer {name(row.layer)} head {row.head} ({value.format(short(row.delta or 0.0))})"
         for row in rows[:MOST_HEADS]
     ]
     more = f" and {len(rows) - MOST_HEADS} more" if len(rows) > MOST_HEADS else ""
-    return Finding(question="Which heads?", answer=capitalise(f"{', '.join(shown)}{more}."), measures=[measure])
+    answer = f"{subject} differs most in {', '.join(shown)}{more}."
+    return Finding(question="Which heads?", answer=answer, evidence=evidence, measures=[measure])
 
 
 def _predictions(comparison: Comparison) -> Iterator[Finding]:

@@ -32,7 +32,7 @@ def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
     differing = [check for check in sites if check.verdict == "differs"]
     unchecked = [check for check in sites if check.verdict in ("not checked", "partly checked")]
     errors = [error for check in sites for error in (check.tokens_error, check.weights_error) if error is not None]
-    largest = f"Largest relative error of the attention weights: {max(errors):.1e}." if errors else ""
+    largest = f"Largest relative error of the attention weights: {_format_error(max(errors))}." if errors else ""
     total = format_count(len(sites), "site")
     if differing:
         names = join_items([check.site for check in differing], 3)
@@ -52,6 +52,11 @@ def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
     yield from _backend_findings(shapes.report)
 
 
+def _format_error(error: float) -> str:
+    """Format a relative error with two digits; an exact 0 stays 0."""
+    return f"{error:.1e}" if error else "0"
+
+
 def _backend_findings(report: Report) -> Iterator[Finding]:
     """Yield findings on the agreement of the attention backends with float64, and on their masks."""
     backends, name = report.backends or [], report.model.layer_name
@@ -69,7 +74,7 @@ def _backend_findings(report: Report) -> Iterator[Finding]:
         if rounded:
             answer, severity = f"Up to rounding: {join_items(rounded, 3, '; ')}.", "notable"
     errors = [each.output_error for each in ran if each.output_error is not None]
-    evidence = f"Largest relative error: {max(errors):.1e}." if errors and not wrong else ""
+    evidence = f"Largest relative error: {_format_error(max(errors))}." if errors and not wrong else ""
     yield Finding(question="Backends agree?", answer=answer, evidence=evidence, severity=severity)
     yield from _mask_findings(ran, untested_masks(report), name)
 

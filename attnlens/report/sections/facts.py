@@ -128,7 +128,11 @@ def build_heading(report: Report, whole: bool) -> Heading:
         f"{len(report.swaps)} kernels" if len(report.swaps) > 1 else "",
         settings.input_summary,
         f"{settings.dtype} on {settings.device}" * (whole or not usual),
-        "" if error is None else f"verified: outputs agree to {error:.0e}",
+        ""
+        if error is None
+        else f"verified: outputs agree to {error:.0e}"
+        if error
+        else "verified: outputs agree exactly",
     ]
     verdict, sound = standing(report)
     return Heading(

@@ -102,7 +102,7 @@ def build_unexplained(
     reshaped: tuple[str, ...] = (),
 ) -> Unexplained:
     """Build the cause for parts that no hypothesis explains; `change` is the largest relative change of a part."""
-    near = f"closest: {closest[0]}, residual {short(closest[1])}" if closest else "no hypothesis is near"
+    near = f"closest: {closest[0]}, residual {short(closest[1])}" if closest else "no known cause is close"
     words = describe_unexplained(names, change, near, reshaped)
     residual = closest[1] if closest else change
     return Unexplained(UNEXPLAINED, words, None, heads, residual, names, change=change, near=near, reshaped=reshaped)
@@ -119,7 +119,8 @@ class Unexplained(Cause):
 
 def describe_unexplained(names: Sequence[str], change: float, near: str, reshaped: Sequence[str]) -> str:
     """Format the text of the cause for parts whose change no hypothesis explains."""
-    words = f"{name_parts(names)} changed by up to {short(change)}, not explained ({near})"
+    norm = "their norms" if len(names) > 1 else "its norm"
+    words = f"{name_parts(names)} changed by up to {short(100 * change)} % of {norm}, not explained ({near})"
     return words + (f"; other shapes: {join_items(reshaped, 3)}" if reshaped else "")
 
 
