@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from textwrap import wrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.cells import cell_len
@@ -19,9 +19,11 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from attnlens.records import Finding
 from attnlens.report.sections.section import Column, Document, HeatMap, Section, Table, sort_by_group
 from attnlens.wording import clean, visible
+
+if TYPE_CHECKING:
+    from attnlens.records import Finding
 
 FILLING = re.compile(" +$", re.MULTILINE)  # trailing blanks
 PIPED = 100  # width in columns if the output is not a terminal and COLUMNS is not set
