@@ -78,7 +78,7 @@ def check_loaded(
         causes = [f"{shorten_text(path)} = {n}" for path, n in configs.sizes(place.config) if n in differing]
         because = f" ({', '.join(causes)})" if causes else ""
         source, remedy = ("its fields", SAY_SAFETENSORS) if place.gguf else ("config.json", configs.SAY_BELONGS)
-        problem = f"{name}{more} has the shape {size} in the file, but {expected} according to {source}{because}"
+        problem = f"{name}{more} has shape {size} in the file, but {expected} according to {source}{because}"
         raise ModelError(f"{where} can't be loaded: {problem}.", remedy)
     if place.gguf:
         if ignored := [name for name in sorted(unused) if ATTENTION_NAMES.search(name)]:
@@ -216,7 +216,7 @@ def quiet(place: Location | None = None) -> Iterator[None]:
         if place is not None and place.gguf:
 
             class PlainReader(import_module("gguf").GGUFReader):  # type: ignore[misc]  # a package that ships no types
-                """gguf's reader with plain arrays as data, because slices of numpy's memmap take three times as long."""
+                """gguf's reader with a plain array as data, since slices of numpy's memmap take three times as long."""
 
                 def __setattr__(self, name: str, value: object) -> None:
                     super().__setattr__(name, numpy.asarray(value) if name == "data" else value)

@@ -376,7 +376,7 @@ class Location:
 
     @property
     def notes(self) -> list[str]:
-        """[note] if the folder contains weights that were not read; else, or if `trusts_link` or weights are remote, []."""
+        """[note] if the folder has weights that were not read; else, for remote weights and if `trusts_link`, []."""
         if self.trusts_link or self.urls:
             return []
         read = {self.file, *(file.name for file in self.weights)}
@@ -498,7 +498,7 @@ def _locate_on_hub(
 
 
 def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH) -> Hub:
-    """Parse a hub id and revision. Raises ModelError for a path, and UsageError for no id or contradictory revisions."""
+    """Parse a hub id and revision. Raises ModelError for a path, and UsageError for no id or differing revisions."""
     id_, _, suffix = name.partition("@")
     if not id_:
         raise UsageError(f"{shorten_text(name)} does not name a model.", "Write the model as org/name@revision.")

@@ -30,7 +30,7 @@ GIB = 2**30
 
 
 def free_memory() -> int | None:
-    """Return how many bytes this process can still allocate or, if unknown, the size of RAM; None if neither is known."""
+    """Return how many bytes this process can still allocate or, if unknown, the size of RAM; None if also unknown."""
     limits = [1024 * size for size in _read_counts(MEMINFO, "MemAvailable:")]
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -67,7 +67,7 @@ def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device `name`; `auto` is the first available of cuda, mps, cpu. Raises ModelError if there is no such device."""
+    """Return the device `name`; `auto` is the first available of cuda, mps, cpu. Raises ModelError if none exists."""
     import torch
 
     counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}

@@ -346,7 +346,7 @@ def packed_shape(parts: Parts[Stored], _read: PartReader) -> tuple[int, ...]:
 
 
 def pair_shape(parts: Parts[Stored], _read: PartReader) -> tuple[int, ...]:
-    """Return the shape of mxfp4 experts: codes (experts, rows, blocks, bytes) become (experts, 2 · blocks · bytes, rows)."""
+    """Return the shape of mxfp4 experts: (experts, rows, blocks, bytes) becomes (experts, 2 · blocks · bytes, rows)."""
     shape = parts[""].shape
     require(len(shape) == 4 and shape[:3] == parts["_scales"].shape, "its blocks and scales don't match")
     experts, rows, blocks, pairs = shape
