@@ -46,7 +46,7 @@ class AttentionForm:
     """The form of attention Σ_j k(x_i, x_j) v(x_j) / Σ_j k(x_i, x_j) over the allowed keys j (Tsai et al., Def. 1)."""
 
     kernel: str = "exponential"
-    """Kernel k in command-line syntax, such as `rbf:gamma=1`; with positions "sum", its arguments include positions."""
+    """Kernel k in command-line syntax, such as `rbf:gamma=1`; with positions "sum", it is applied to f + t."""
     symmetric: bool = False  # True if queries and keys share one projection, W_Q = W_K
     positions: Placing = "none"  # how positions enter the kernel
     places: tuple[Place, ...] = ("encoder", "decoder", "cross")  # the attention modules that use positions

@@ -191,7 +191,7 @@ def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor])
 
 
 def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
-    """Register `answer` with transformers under two names, one to replace SDPA and one to replace eager attention."""
+    """Register `answer` with transformers; return its names, one to replace SDPA and one to replace eager attention."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any

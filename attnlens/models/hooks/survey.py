@@ -1,4 +1,4 @@
-"""List the attention sites of a forward pass, and measure how outputs change if attention is recomputed."""
+"""List the attention sites of a forward pass, and measure how much outputs change when attention is recomputed."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class SiteCall:
         return usual
 
     def sequences(self, hidden: Tensor, layout: tuple[int, ...] | None = None) -> Tensor:
-        """Permute an input by `layout` (default: `self.layout`) to (batch, tokens, …, d_model), or add a batch axis."""
+        """Permute an input by `layout` (or `self.layout`) to (batch, tokens, …, d_model); add a missing batch axis."""
         return hidden[None] if hidden.dim() == 2 else hidden.permute(layout or self.layout)
 
     def inputs(self, layout: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ class Survey:
 
     @property
     def missed(self) -> dict[str, str | None]:
-        """Reason why each other attention module is not a site, keyed by path; None for a module that did not run."""
+        """Reason why an attention module is not a site, keyed by its path; None for a module that did not run."""
         named = dict(self.model.named_modules())
         parts_of_sites = {part for target in self.sites for part in target.module.modules()}
         refused = {name: self.refused[module] for name, module in named.items() if module in self.refused}

@@ -126,7 +126,7 @@ class DeferredWeights:
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
 ONE_THREAD = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
-"""Setting that makes transformers load tensors one by one, because its threads would share a FakeTensorMode."""
+"""Environment variable that makes transformers load tensors one by one: its threads would share a FakeTensorMode."""
 
 
 class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch does not type it

@@ -113,7 +113,7 @@ UNSUPPORTED = (
 )
 """Fields that are refused unless they are 0, which means unset."""
 QWEN_35 = ("rope.dimension_sections", "full_attention_interval")
-"""Fields that transformers applies to Qwen 3.5; refused for other architectures."""
+"""Fields that transformers applies for Qwen 3.5; they are refused for other architectures."""
 CHECKED = (
     *(f"attention.{name}" for name in ("causal", "max_alibi_bias", "scale", "key_length", "value_length")),
     *("attention.sliding_window_pattern", "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"),
@@ -128,7 +128,7 @@ KNOWN = {*ATTRIBUTES, *SHAPES, *ROTARY, *UNSUPPORTED, *QWEN_35, *CHECKED, *HIDDE
 GATING = {"gpt-oss": 3, "minimax-m2": 2}
 """Value of expert_gating_func, keyed by architecture; other architectures use 1, the softmax over all experts."""
 BETAS = (("fast", 32.0), ("slow", 1.0))
-"""Ends of YaRN's ramp, in rotations over the original context, with llama.cpp's defaults."""
+"""llama.cpp's defaults for the ends of YaRN's ramp, in rotations over the original context."""
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layer count, keyed by architecture, of the model whose score scale uses hidden_size / heads, not head_dim."""
 ATTENTION_NAMES = re.compile(r"attn|attention|(\b|_)rope|indexer|embd|token_types")

@@ -92,7 +92,7 @@ def check_device_map(options: Mapping[str, object]) -> None:
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
-    """Return the device of the model's first weight that is not on `meta`, or the CPU if there is none."""
+    """Return the device of the model's first parameter that is not on `meta`; the CPU if there is none."""
     import torch
 
     return next((part.device for part in model.parameters() if not part.is_meta), torch.device("cpu"))

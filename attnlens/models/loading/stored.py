@@ -86,7 +86,7 @@ class LocalFile:
         return content
 
     def sample(self, start: int, count: int) -> bytes:
-        """Read some bytes of a tensor, to detect changes that the file's modification time does not show."""
+        """Read samples of a range of bytes, to detect changes that the file's modification time does not show."""
         last = max(0, count - SAMPLE)
         return b"".join(self.read(start + offset, min(SAMPLE, count)) for offset in (0, last // 2, last))
 

@@ -176,7 +176,7 @@ def batches(
 
 
 def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) -> int | None:
-    """Return the number of files of each modality, or None if there are no files.
+    """Return the number of files per modality, or None if there are no files.
 
     Raises UsageError if modalities have different numbers of files, or more than `most`.
     """

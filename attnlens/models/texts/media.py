@@ -411,7 +411,7 @@ def _format_failure(error: Exception) -> str:
 
 
 def placeholder_ids(model: PreTrainedModel) -> set[int]:
-    """Return the token ids that are placeholders for images or sounds."""
+    """Return the token ids that stand for images or sounds."""
     names = [f"{modality}_token_{suffix}" for modality in INPUTS for suffix in ("id", "index")]
     return {token for name in names if (token := setting(model, name)) is not None}
 

@@ -529,7 +529,7 @@ def _list_runs(passage: Ids, length: int) -> list[bytes]:
 
 
 def _count_covered(passages: Iterable[Ids], length: int, shared: Container[bytes]) -> int:
-    """Count the tokens of `passages` that are part of any of the `shared` runs of `length` tokens."""
+    """Count the tokens of `passages` that lie in at least one of the `shared` runs of `length` tokens."""
     covered = 0
     for passage in passages:
         starts = [start for start, run in enumerate(_list_runs(passage, length)) if run in shared]

@@ -145,7 +145,7 @@ class TracedScores:
 
 
 Standins = tuple[Tensor, ...]
-"""A tensor's values if the traced product is replaced by 0, by `signs` and, with `prove`, by the product of `moved`."""
+"""A tensor's values if the traced product is 0, is `signs` and, with `prove`, is the product of the two in `moved`."""
 
 
 def start_scores(
@@ -213,7 +213,7 @@ STEPS_END = frozenset(  # Functions whose results contain neither scores nor att
     {"layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "embedding", "conv1d", "conv2d", "conv3d"}
     | {"log_softmax", "max", "amax", "logsumexp"}
 )
-MULTIPLYING = frozenset(  # Functions that multiply a tensor by another one; torch names `/=` `__idiv__`
+MULTIPLYING = frozenset(  # Functions that multiply or divide a tensor by another; torch names `/=` `__idiv__`
     {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "div", "div_", "__truediv__", "__idiv__", "divide"}
     | {"true_divide", "pow", "pow_", "addcmul", "addcmul_", "addcdiv", "addcdiv_"}
 )

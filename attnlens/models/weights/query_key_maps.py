@@ -116,7 +116,7 @@ class Factors:
 
     @property
     def on_inputs(self) -> QueryKey | None:
-        """M on the inputs (x, 1), with biases as the last rows of W_Q and W_K.
+        """The bilinear form M on inputs (x, 1), with biases as the last rows of W_Q and W_K.
 
         None in cross-attention, under rotation or QK-norm, or if the biases of queries depend on the position.
         """
@@ -185,7 +185,7 @@ def _positions(target: SiteCall) -> list[Tensor]:
 
 
 def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
-    """Return True if `rotation` (None: no change) is the effect of positions on the queries and keys of one token."""
+    """Return True if the position changes a token's queries and keys by `rotation` (None: not at all)."""
     parts = [unit(part) if norms else part for part in _read_sides(probe.alike)]
     if rotation is None:
         return not any(map(_changes_with_position, parts))
@@ -421,10 +421,10 @@ def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[M
 def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
     """Compute ∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and the biases at zero input.
 
-    The tangent of input i is the unit vector e_i, so that row i of each map is exact. NaN weights of one head do not
-    spread to other heads, as they would through 0 · NaN in a backward pass. Each input is one token of a sequence;
-    `rotation` rotates its query and key back to position 0. If queries and keys come from two sequences, or if cos and
-    sin have half precision, each input is instead a sequence of one repeated token.
+    The tangent of token i is the unit vector e_i, so that row i of each map is exact. NaN weights of one head do not
+    spread to other heads, as they would through 0 · NaN in a backward pass. The tokens form sequences; `rotation`
+    rotates their queries and keys back to position 0. If queries and keys come from two sequences, or if cos and sin
+    have half precision, each token is instead repeated in a sequence of its own.
     """
     alike = probe.target.site.part == "cross" or (rotation is not None and query_rounding(probe) > SINGLE)
     base = probe.random(1, seed=1)

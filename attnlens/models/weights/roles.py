@@ -58,9 +58,9 @@ class Roles:
 
 
 def locate_roles(model: PreTrainedModel, single: SiteCall) -> Roles | None:
-    """Find the rows of queries, keys and values by calling the module with random weights; None if that fails.
+    """Find the rows of queries, keys and values by calling the module with random parameters; None if that fails.
 
-    Random weights have no equal rows, so every match is unique.
+    Random parameters have no equal rows, so every match is unique.
     """
     generator = torch.Generator().manual_seed(0)
     weights, parameters = float64_weights(single.module), dict(single.module.named_parameters())
@@ -92,7 +92,7 @@ def locate_roles(model: PreTrainedModel, single: SiteCall) -> Roles | None:
 
 
 def _find_rows(vectors: Tensor, x: Tensor, candidates: Mapping[str, Tensor]) -> Rows | None:
-    """Find rows whose products with x are proportional to the `vectors` at position 0; return None if none fit."""
+    """Find the rows whose products with x are proportional to the `vectors` at position 0; None if there are none."""
     heads, size = vectors.shape[1], vectors.shape[-1]
     values = vectors[:, :, 0].double().flatten(1)
     tokens = x.double().flatten(0, -2)
