@@ -43,10 +43,10 @@ Place = Literal["encoder", "decoder", "cross"]  # role of an attention module; c
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """The form of attention Σ_j k(x_i, x_j)/Σ_j k(x_i, x_j) · v(x_j) over the allowed keys j (Tsai et al., Def. 1)."""
+    """The form of attention Σ_j k(x_i, x_j) v(x_j) / Σ_j k(x_i, x_j) over the allowed keys j (Tsai et al., Def. 1)."""
 
     kernel: str = "exponential"
-    """Kernel k in command-line syntax, such as `rbf:gamma=1`; with positions "sum", its arguments include positions."""
+    """Kernel k in command-line syntax, such as `rbf:gamma=1`; with positions "sum", it is applied to f + t."""
     symmetric: bool = False  # True if queries and keys share one projection, W_Q = W_K
     positions: Placing = "none"  # how positions enter the kernel
     places: tuple[Place, ...] = ("encoder", "decoder", "cross")  # the attention modules that use positions
@@ -71,12 +71,12 @@ def sinusoids(places: Float[Tensor, " places"], d_model: int) -> Float[Tensor, "
 
 
 def distances(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the distances t_i − t_j, (queries, keys), of every query i and key j."""
+    """Return the distance t_i − t_j between each query i and key j, (queries, keys)."""
     return torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
 
 
 class PositionScores(nn.Module):
-    """Scores that depend on the positions of a query and a key, and are added to the scores of their features.
+    """Scores that depend on the positions of a query and a key; they are added to the scores of the features.
 
     f_i is the feature vector of token i, t_i its position or positional embedding, and s the scale. `table`: log L(t_i
     − t_j, f_i) = s⟨f_i W_Q, a_{t_i − t_j}⟩, with a learned vector a for each distance (Eq. 6). `product`: log k_f(t_i,
@@ -118,7 +118,7 @@ OWN = "eager"  # name of transformers' implementation under which KernelAttentio
 
 
 class KernelAttention(nn.Module):
-    """Attention Σ_j k(x_i, x_j)/Σ_j k(x_i, x_j) · v(x_j) W_O over the allowed j, per head (Tsai et al. 2019, Def. 1).
+    """Attention Σ_j k(x_i, x_j) v(x_j) W_O / Σ_j k(x_i, x_j) over the allowed j, per head (Tsai et al. 2019, Def. 1).
 
     x = (f, t) combines features and positions according to `form`. While attnlens watches or replaces attention, the
     configuration names an attention implementation other than OWN. That implementation computes the softmax of log k,
@@ -163,7 +163,7 @@ class KernelAttention(nn.Module):
 
     @property
     def kernel_parameters(self) -> int:
-        """Number of parameters in the projections of queries, keys and positions."""
+        """Number of parameters of the query and key projections and of the position scores."""
         parts = [part for part in (self.query, self.key, self.added) if part is not None]
         return sum(parameter.numel() for part in parts for parameter in part.parameters())
 
@@ -198,7 +198,7 @@ def _build_projection(d_model: int) -> nn.Linear:
 
 
 def _token_sinusoids(features: States) -> Float[Tensor, "tokens d_model"]:
-    """Return the sinusoids of the positions of all tokens."""
+    """Return the sinusoids at the position of each token."""
     places = torch.arange(features.shape[1], device=features.device, dtype=features.dtype)
     return sinusoids(places, features.shape[2])
 
@@ -293,7 +293,7 @@ class EncoderDecoder(nn.Module):
         self.decoder = Stack(config, form, "decoder", crosses=True)
 
     def encode(self, inputs: Tensor, mask: Unpadded = None) -> States:
-        """Map ids of sources (batch, tokens) to their features."""
+        """Map source ids (batch, tokens) to the encoder's features."""
         return cast("Tensor", self.encoder(self.words(inputs), mask))
 
     def decode(self, decoder_inputs: Tensor, memory: States, mask: Unpadded = None) -> Tensor:
@@ -436,7 +436,7 @@ auto.AutoModelForSequenceClassification.register(
 
 
 def draw_model(task: str, config: KernelTransformerConfig, seed: int) -> KernelTransformer:
-    """Build a model for this kind of task, with random weights determined by `seed`."""
+    """Build a model for the task (a key of MODELS), with random weights determined by `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config.is_encoder_decoder = task == "translation"

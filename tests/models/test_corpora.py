@@ -76,7 +76,7 @@ def test_rows_are_read_only_as_far_as_windows_are_cut(folder, monkeypatch):
 
 
 REFUSALS = {
-    "books,split=dev": ("no split 'dev'; it has train, test.", "books,split=train"),
+    "books,split=dev": ("no split 'dev'; its splits are train, test.", "books,split=train"),
     "books,column=verse": ("no text in the column 'verse'; its columns are text, line.", "column="),
     "books,column=line": ("Row 1", "has no text in the column 'line'", "column="),
     "books,config=large": ("'large' not found", "'default'"),

@@ -295,7 +295,7 @@ FAULTS = {
     "model type of 3 MB": (config(model_type="x" * 3_000_000), "config.json (model_type", "can't be read"),
     "sub-config without heads": (config(text_config={"num_attention_heads": 0}), "text_config.num_attention_heads = 0"),
     "another vocabulary": (config(vocab_size=300), "config.json", "(vocab_size = 300)"),
-    "fewer positions": (config(n_positions=16), "transformer.wpe.weight has size 32 × 24 in the file, but 16 × 24"),
+    "fewer positions": (config(n_positions=16), "transformer.wpe.weight has shape 32 × 24 in the file, but 16 × 24"),
     "1e9 layers, a float": (config(n_layer=1e9), "n_layer"),
     "variant alone": (lambda f: (f / "model.safetensors").rename(f / "model.fp16.safetensors"),
         "in this folder: model.fp16.safetensors"),

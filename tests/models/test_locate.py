@@ -323,7 +323,7 @@ def test_an_output_matrix_that_the_config_ties_to_another_embedding_is_noted(fol
     loaded = load(folder)
     assert torch.equal(loaded.model.lm_head.weight, 2 * embedding)
     (note,) = loaded.notes
-    assert note.startswith(f"{output} differs from the embedding, to which config.json ties it")
+    assert note.startswith(f"{output} differs from the embedding, although config.json ties")
 
 
 def test_old_spellings_in_config_are_understood_and_unknown_ones_named(folder, tmp_path):

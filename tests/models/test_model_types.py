@@ -41,7 +41,7 @@ FUSED = ("falcon", "sam", "siglip", "siglip_vision_model", "siglip2_vision_model
 WEIGHTS = ("none", "some", "all")
 REFUSED = {
     "mra": "has its own attention code, which does not multiply",
-    "longformer": "its softmax has the axes",
+    "longformer": "its softmax has the shape",
     "mamba": "has no softmax attention",
     "patchtst": "cannot generate past_values",
     "gemma4_audio": "cannot generate input_features",

@@ -47,7 +47,7 @@ def test_a_type_of_the_interface_is_traced_to_the_same_numbers(name):
 
 
 def test_scores_with_a_sink_or_a_cap_are_refused_with_the_reason():
-    why = {"gpt_oss": "its softmax has the axes", "gemma2": "its scores are not a multiple of ⟨query, key⟩"}
+    why = {"gpt_oss": "its softmax has the shape", "gemma2": "its scores are not a multiple of ⟨query, key⟩"}
     for name, start in why.items():
         model = families.build(name)
         inputs = families.inputs(name, model)
@@ -157,7 +157,7 @@ REFUSED = {
     "transposed": (PAIRS, lambda self, q, k, x: product(q, k).mT.contiguous()),
     "not a number": ("NaN is added to its scores", lambda self, q, k, x: product(q, k) + 0 * torch.inf),
     "a column more": (
-        "its softmax has the axes",
+        "its softmax has the shape",
         lambda self, q, k, x: torch.cat([product(q, k), q[..., :1]], -1),
         lambda self, weights, value: weights[..., :-1] @ value,
     ),

@@ -98,7 +98,7 @@ def test_a_tower_that_does_not_run_is_skipped_and_attention_that_cannot_be_read_
     coverage = attnlens.swap_kernel(voxtral, "exponential", **SWAP).coverage
     assert (coverage.analysed, {skip.reason for skip in coverage.skipped}) == (8, {checks.NOT_RUN})
     led = of_type("led")  # its encoder attends in overlapping chunks
-    with pytest.raises(ModelError, match="can't be swapped: its softmax has the axes"):
+    with pytest.raises(ModelError, match="can't be swapped: its softmax has the shape"):
         attnlens.swap_kernel(led, "exponential", **SWAP)
     assert attnlens.swap_kernel(led, "exponential", layers="decoder.0", **SWAP).coverage.analysed == 4
 

@@ -1,8 +1,8 @@
 """Watch a running model's attention, or replace its kernel, through transformers' attention interface.
 
 `survey` lists the attention sites of one forward pass. Inside a `with`, `watch` observes the attention of sites, and
-`replace` computes it with another kernel. `identity_error` measures how much outputs change if attnlens recomputes the
-attention.
+`replace` computes it with another kernel. `identity_error` measures how much the model's outputs change when attnlens
+recomputes the attention.
 """
 
 from attnlens.kernels import OWN

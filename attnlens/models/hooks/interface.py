@@ -34,7 +34,7 @@ Implementations = list[tuple[PreTrainedConfig, str | None]]
 
 @contextmanager
 def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | None = None) -> Iterator[None]:
-    """Inside the `with`, use the attention implementation `name`, or `in_place_of_eager` where attention is eager."""
+    """Inside the `with`, set each attention implementation to `name`, or to `in_place_of_eager` where it was eager."""
     previous = _list_implementations(model)
     try:
         _choose(model, previous, name, in_place_of_eager or name)
@@ -46,7 +46,7 @@ def implementation(model: PreTrainedModel, name: str, in_place_of_eager: str | N
 
 
 def _choose(model: PreTrainedModel, previous: Implementations, name: str, in_place_of_eager: str) -> bool:
-    """Set the attention implementation of all parts that use transformers' interface; return True if there are any."""
+    """Set the attention implementation of each part that uses transformers' interface; return True if any part does."""
 
     def can_set(part: nn.Module) -> TypeGuard[PreTrainedModel]:
         # private: transformers has no public test; its setter only logs a warning about a class without the interface
@@ -148,7 +148,7 @@ def read_call(
 NAMES = "attnlens_"  # prefix of the attention functions that attnlens registers with transformers
 _name_numbers = count()
 _answered_models: WeakSet[nn.Module] = WeakSet()
-"""Models whose attention is replaced; configurations of models with only hand-written attention do not show this."""
+"""Models whose attention is being replaced; a configuration does not show this if all attention is hand-written."""
 
 
 @contextmanager
@@ -191,7 +191,7 @@ def install(model: PreTrainedModel, name: str, answer: Callable[[Call], Tensor])
 
 
 def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
-    """Register `answer` with transformers under two names, for replacing SDPA and eager attention; return the names."""
+    """Register `answer` with transformers; return its names, one to replace SDPA and one to replace eager attention."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **more: Any
@@ -212,9 +212,9 @@ def _register(name: str, answer: Callable[[Call], Tensor]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class CallCounter:
-    """Number of calls of each attention module while attention is watched or replaced."""
+    """Number of calls to each attention module while attention is watched or replaced."""
 
-    calls: Counter[str] = field(default_factory=Counter)  # by the module's path
+    calls: Counter[str] = field(default_factory=Counter)  # keyed by the module's path
 
 
 @dataclass(frozen=True)
@@ -256,9 +256,9 @@ def replace(
     """Inside the `with`, use the new kernels at the sites of `swaps`, and the model's own kernel at all other sites.
 
     `sites` are all sites of the model; if any other module runs attention, ModelError is raised. `path` chooses the
-    algorithm for the new kernels. `visit` gets each attention computation at the sites of `swaps`, and
-    `answered` gets its output, (batch, queries, heads, value_dim). Raises UsageError if a kernel does not support a
-    site. With `every_site`, raises ModelError at the end of the `with` if a site of `swaps` was never reached.
+    algorithm for the new kernels. `visit` gets each attention computation at the sites of `swaps`, and `answered` gets
+    its output, (batch, queries, heads, value_dim). Raises UsageError if a new kernel does not support its site. With
+    `every_site`, raises ModelError at the end of the `with` if a site of `swaps` was never reached.
     """
     by_path = defaultdict[str, list[Site]](list)
     for site in sorted(sites, key=attrgetter("ordinal")):
@@ -301,7 +301,7 @@ def replace(
 
 
 def attend_swapped(call: Call, swap: Replacement, path: Route = "auto") -> Tensor:
-    """Compute the output, (batch, queries, heads, value_dim), of one site with the kernel replaced as in `swap`."""
+    """Compute the output, (batch, queries, heads, value_dim), of a call with the kernel replaced as in `swap`."""
     total = call.query.shape[1]
     if swap.heads is None or swap.heads == tuple(range(total)):
         return attend(call, swap.kernel, path)

@@ -1,4 +1,4 @@
-"""List the attention sites of a forward pass, and measure how outputs change if attention is recomputed."""
+"""List the attention sites of a forward pass, and measure how much outputs change when attention is recomputed."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from attnlens.records import Call, Site
 from attnlens.wording import group_pairs
 
 PARTS_BY_MODALITY: dict[str, Part] = {"image": "vision", "video": "vision", "audio": "audio", "text": "text"}
-"""Part of a model that reads a modality, keyed by transformers' name of the modality."""
+"""Part of a model that reads each modality, keyed by transformers' name for the modality."""
 
 
 def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
-    """Map each module to the modality (vision, audio or text) of the innermost submodel that contains the module.
+    """Map each module to the modality (vision, audio or text) that the innermost submodel around it reads.
 
     The decoder of an encoder–decoder, and submodels with several or unknown modalities, are left out. Return {} unless
     there are at least two different modalities.
@@ -52,7 +52,7 @@ def towers(model: PreTrainedModel) -> dict[nn.Module, Part]:
 
 
 CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
-"""Parameters by which transformers' cross-attention modules receive the sequence from which keys are computed."""
+"""Parameters that pass the sequence from which keys are computed to transformers' cross-attention modules."""
 
 UNTRACED = "it does not multiply values by a softmax of query–key products"
 """Reason reported if a module whose class name contains "Attention" runs but is not a site."""
@@ -64,7 +64,7 @@ class SiteCall:
 
     site: Site
     module: nn.Module
-    arguments: Keywords  # arguments of the module's call, by parameter name
+    arguments: Keywords  # arguments of the module's call, keyed by parameter name
     call: Call  # the attention computation that the module requested
 
     @property
@@ -89,11 +89,11 @@ class SiteCall:
         return usual
 
     def sequences(self, hidden: Tensor, layout: tuple[int, ...] | None = None) -> Tensor:
-        """Permute an input by `layout` (default: `self.layout`) to (batch, tokens, …, d_model), or add a batch axis."""
+        """Permute an input by `layout` (or `self.layout`) to (batch, tokens, …, d_model); add a missing batch axis."""
         return hidden[None] if hidden.dim() == 2 else hidden.permute(layout or self.layout)
 
     def inputs(self, layout: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
-        """Return the inputs for queries and for keys, with axes as in `sequences`; they are equal in self-attention."""
+        """Return the inputs for queries and keys, with axes as in `sequences`; in self-attention, the two are equal."""
         names = self.input_name, self.other or self.input_name
         return self.sequences(self.arguments[names[0]], layout), self.sequences(self.arguments[names[1]], layout)
 
@@ -109,7 +109,7 @@ class Survey:
 
     @property
     def missed(self) -> dict[str, str | None]:
-        """Reason for each attention module that is not a site, by path; None if the module did not run."""
+        """Reason why an attention module is not a site, keyed by its path; None for a module that did not run."""
         named = dict(self.model.named_modules())
         parts_of_sites = {part for target in self.sites for part in target.module.modules()}
         refused = {name: self.refused[module] for name, module in named.items() if module in self.refused}
@@ -133,7 +133,7 @@ def survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[SiteCal
 def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
     """Run a forward pass and return the attention found; raise ModelError if none can be read.
 
-    If attention is not finite, and any weights are NaN or infinite, run a second pass with these weights set to 0.
+    If any attention is not finite, and parameters contain NaN or infinity, run a second pass with 0 in their place.
     """
     paths = {module: path for path, module in model.named_modules()}
     running: dict[nn.Module, tuple[tuple[object, ...], dict[str, object]]] = {}  # module → arguments
@@ -184,7 +184,7 @@ def run_survey(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Survey:
 
 @contextmanager
 def finite_weights(model: PreTrainedModel) -> Iterator[bool]:
-    """Inside the `with`, set NaN and infinite weights to 0; yield True if there are any."""
+    """Inside the `with`, set the model's NaN and infinite parameters to 0; yield True if there are any."""
     replaced = [
         (weight.data, places, weight.data[places])
         for weight in model.parameters()
@@ -200,7 +200,7 @@ def finite_weights(model: PreTrainedModel) -> Iterator[bool]:
 
 
 def number_within_parts(sites: Sequence[Site]) -> list[Site]:
-    """Return the sites with layers numbered within each part (encoder, decoder …), unless there is only one part."""
+    """Return the sites, with layers numbered within each part (encoder, decoder …) if there are several parts."""
     by_part = group_pairs((site.part, site) for site in sites)
     if len(by_part) == 1:
         return list(sites)
@@ -273,7 +273,7 @@ def as_float64(value: Any, device: torch.device | None = None) -> Any:
 
 
 def at_real_tokens(tensor: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Remove padding from a tensor (batch, tokens, …); return (real tokens, …), or the tensor itself without a mask."""
+    """Remove padding from (batch, tokens, …) and return (real tokens, …); if no mask fits, return the tensor itself."""
     mask = _padding_mask(tensor, inputs)
     if mask is None:
         return tensor
@@ -323,7 +323,7 @@ def record_inputs(sites: Iterable[SiteCall]) -> Iterator[dict[nn.Module, Tensor]
 
 
 def hide_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
-    """Return the call with all keys hidden from padded queries if it is cross-attention, else the call unchanged."""
+    """Return a cross-attention call with all keys hidden from queries at padding, and any other call unchanged."""
     mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
     if not call.cross or mask is None or mask.shape != call.query.shape[::2] or bool(mask.all()):
         return call
@@ -332,7 +332,7 @@ def hide_padding(call: Call, inputs: Mapping[str, Tensor]) -> Call:
 
 
 def iterate_unpadded(call: Call, site: Site, inputs: Mapping[str, Tensor]) -> Iterator[Call]:
-    """Yield one call per sequence, without padding; if no token is padding, yield the call for the whole batch."""
+    """Yield one call per sequence, without padding; if no token is padding, yield only `call`, for the whole batch."""
     masked = hide_padding(call, inputs)
     for batch, queries, keys in real_parts(masked.allowed, call.query.shape[0], site.part):
         yield call if isinstance(queries, slice) else masked.sequences(batch, queries, keys)
@@ -359,7 +359,7 @@ def real_parts(
 
 
 def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """Return (path, module) of the elements of outermost ModuleLists that run exactly once, in execution order."""
+    """Return (path, module) of each element of an outermost ModuleList that runs exactly once, in execution order."""
     in_lists: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in in_lists.values()):
@@ -374,7 +374,7 @@ def blocks(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[tuple[s
 
 @contextmanager
 def record_outputs(blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, object]]:
-    """Inside the `with`, record the latest output of each block; yield outputs keyed by the block's path."""
+    """Inside the `with`, record the latest output of each block; yield the outputs, keyed by path."""
     paths = {block: path for path, block in blocks}
     outputs: dict[str, object] = {}
 
@@ -444,10 +444,10 @@ Precise = Callable[[SiteCall], AbstractContextManager[tuple[PreTrainedModel, nn.
 
 
 def identity_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise | None = None) -> float:
-    """Compute ‖original − recomputed‖ / ‖original‖ of the output that changes most when attnlens recomputes attention.
+    """Return ‖original − recomputed‖ / ‖original‖ for the output that changes most when attnlens recomputes attention.
 
-    Rounding alone can exceed the tolerance in a deep, saturated or half-precision model. If the error exceeds the
-    tolerance, the model is measured site by site: each module computes in float64 on the inputs that it has in the
+    Rounding alone can exceed IDENTITY_TOLERANCE in a deep, saturated or half-precision model. If the error exceeds it,
+    the largest error over sites is returned instead, for which each module computes in float64 on its inputs in the
     unmodified model. This step is skipped if the model is already in float64, if a module cannot compute in float64, or
     if two passes of the unmodified model differ by more than the tolerance. `precise` provides the float64 modules; if
     it is None, the model's own modules are converted one by one.
@@ -470,7 +470,7 @@ def recompute(call: Call) -> Tensor:
 
 
 def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], precise: Precise) -> float:
-    """Return the largest relative error over sites, measured on inputs from one pass of the unmodified model."""
+    """Return the largest error over sites (see `_site_error`), on their inputs in one pass of the unmodified model."""
     waiting = defaultdict[nn.Module, list[SiteCall]](list)
     for target in survey(model, inputs):
         waiting[target.module].append(target)
@@ -489,7 +489,7 @@ def largest_site_error(model: PreTrainedModel, inputs: Mapping[str, Tensor], pre
 
 
 def _site_error(target: SiteCall, arguments: Keywords, inputs: Mapping[str, Tensor], precise: Precise) -> Tensor:
-    """Compute ‖original − recomputed‖ / ‖original‖ of a module's output in float64.
+    """Compute ‖original − recomputed‖ / ‖original‖ for a module's output, in float64.
 
     Raises RuntimeError if the module computes no attention when called on its own, or can't compute in float64.
     """
@@ -539,7 +539,7 @@ def _stop_upcasting(module: nn.Module) -> list[nn.Module]:
 
 
 def allow_float64(model: PreTrainedModel) -> None:
-    """Disable joint computation of experts and GPT-2's forced float32 attention: neither supports float64."""
+    """Turn off the batched computation of experts and GPT-2's forced float32 attention: neither supports float64."""
     for module in model.modules():
         # private: transformers has no public test for such experts
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
@@ -558,7 +558,7 @@ def repeat_error(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> float:
 
 
 def difference(model: PreTrainedModel, inputs: Mapping[str, Tensor], change: AbstractContextManager[object]) -> float:
-    """Compute ‖original − changed‖ / ‖original‖ of the output that changes most inside the context `change`."""
+    """Compute ‖original − changed‖ / ‖original‖ for the output that changes most inside the context `change`."""
     with torch.no_grad():
         original = real_outputs(forward(model, inputs), inputs)
         with change:

@@ -1,6 +1,6 @@
-"""Load a model by its name, and describe the model.
+"""Load a model by name, and describe it.
 
-locate.py finds the files, on this machine or a hub. configs.py and gguf.py check configs and headers before anything is
+locate.py finds the files, locally or on a hub. configs.py and gguf.py check configs and headers before anything is
 built. building.py builds the model with transformers. stored.py reads headers and byte ranges, quantised.py and gguf.py
 decode weights, adapters.py merges adapters, and deferred.py reads weights module by module. placement.py chooses
 devices and checks free memory. No code from a file is run unless the caller allows it.
@@ -52,17 +52,17 @@ class Loaded:
     kind: InputKind  # Kind of input that the model reads
     missing_keys: tuple[str, ...] = ()  # Parameters that the checkpoint lacks; their values are random
     unused_keys: tuple[str, ...] = ()  # Tensors of the checkpoint that the model does not use
-    notes: tuple[str, ...] = ()  # Sentences, for reports, about the files that were read
+    notes: tuple[str, ...] = ()  # Sentences for reports about the files that were read
     adapter: Adapted | None = None  # The adapter that was merged into the weights, or None
     folder: Path | None = None  # Folder of the checkpoint; None for a model in memory
     deferred: DeferredWeights | None = None
     """Reader of the weights, module by module, if the model has only shapes; otherwise None."""
     shapes: Loaded | None = None
-    """The same model with only shapes, to read weights from files; None unless this model is spread over devices."""
+    """If this model is spread over devices, a copy with only shapes, whose weights are read from files; else None."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the weights; for deferred weights, the type to which they are rounded, by default float32."""
+        """Data type of the weights; for deferred weights, the type to which they are rounded, if any, or float32."""
         if self.deferred is None:
             return self.model.dtype
         import torch
@@ -103,7 +103,7 @@ def load(
     original kernel; `load_swapped` restores the new kernel as well. `adapter` names a LoRA, rsLoRA or DoRA adapter of
     peft (a folder or a hub id), which is merged into the weights. `from_files` builds the model without loading
     weights: `inspect` reads them from the files module by module to compute weights.* measures, but the model can't
-    run. `device_map="auto"` spreads the model over GPUs, memory (at most `max_cpu_memory`, e.g. "8GB") and disk; then
+    run. `device_map="auto"` spreads the model over GPUs, RAM (at most `max_cpu_memory`, e.g. "8GB") and disk; then
     `dtype="auto"` keeps half precision on the CPU, too.
 
     Raises UsageError for invalid arguments, and for `device_map` without the package accelerate. Raises TooLargeError
@@ -223,7 +223,7 @@ def _describe(
     deferred: DeferredWeights | None = None,
     shapes: Loaded | None = None,
 ) -> Loaded:
-    """Return the model as Loaded, with its description; `loading_info` is transformers' record of the loading."""
+    """Return the model as Loaded, with its description; `loading_info` is transformers' record of the load."""
     missing, unused = (tuple(sorted(loading_info[name])) for name in ("missing_keys", "unexpected_keys"))
     info = ModelInfo(
         id=place.id,
@@ -251,8 +251,8 @@ def _note_untied(model: PreTrainedModel) -> list[str]:
     weight, embedding = output.weight, model.get_input_embeddings().weight
     if weight is embedding or weight.shape != embedding.shape or weight.is_meta or bool((weight == embedding).all()):
         return []
-    problem = f"{name}.weight differs from the embedding, to which config.json ties it (tie_word_embeddings)"
-    return [f"{problem}: the matrix in the files was used."]
+    problem = f"{name}.weight differs from the embedding, although config.json ties the two (tie_word_embeddings)"
+    return [f"{problem}: its values in the files were used."]
 
 
 def _format_name(name: object) -> str:

@@ -38,7 +38,7 @@ PREFIX = "base_model.model."  # Start of the name of every tensor that peft writ
 PART = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?")
 """Pattern of the name of a LoRA or DoRA tensor; the groups are the module's path and the tensor's kind."""
 LONGEST, SECONDS = 4096, 10.0
-"""Maximum length of an expression for module names, and time limit for matching all expressions."""
+"""Maximum length in characters of a regular expression for module names, and time limit in seconds for all matches."""
 LARGEST = 2**20  # Maximum size of adapter_config.json in bytes, since each of its names is compared with every module
 NAMING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern")
 APPLIED = {"r", "lora_alpha", "use_rslora", "use_dora"}
@@ -71,7 +71,7 @@ def find_adapter(name: str, *, offline: bool) -> Location:
 
 
 def _select_files(names: Collection[str], where: str) -> list[str]:
-    """Return the names of an adapter's two files. Raises ModelError if one is missing."""
+    """Return the names of an adapter's two files. Raises ModelError if either is missing."""
     if ADAPTER_CONFIG not in names and CONFIG in names:
         raise ModelError(f"{shorten_text(where)} is a model, not an adapter.", "Give it as MODEL, without --adapter.")
     if ADAPTER_CONFIG not in names and (folders := locate.folders_below(names, where)):
@@ -89,7 +89,7 @@ class Adapted:
 
     info: AdapterInfo
     layers: Mapping[str, LoraLayer]
-    """peft's merged layers, taken out of the model, keyed by the wrapped module's path; base weights are on `meta`."""
+    """peft's merged layers, removed from the model, keyed by module path; their base weights are on `meta`."""
     originals: Mapping[str, Tensor]
     """Values, in the base model, of the parameters that the adapter replaces entirely, keyed by parameter name."""
     unplaced: tuple[str, ...]  # The adapter's full (not low-rank) tensors that match no parameter of the model
@@ -198,7 +198,7 @@ def _check_shared(model: PreTrainedModel, changed: Collection[str]) -> None:
 
 
 def _merge_layer(path: str, layer: LoraLayer) -> None:
-    """Merge a layer's update in float64, then round. Raises ModelError for DoRA norms that are 0 or not finite."""
+    """Merge an update in float64, then round. Raises ModelError if a DoRA magnitude or norm is 0 or not finite."""
     base_layer, magnitudes = cast("nn.Linear", layer.get_base_layer()), list(layer.lora_magnitude_vector.parameters())
     dtype = base_layer.weight.dtype
     cast("nn.Module", layer).double()
@@ -271,7 +271,7 @@ def _limit_matching() -> Iterator[None]:
 
 
 def _build_config(settings: Json, file: Path, model: PreTrainedModel, modules: list[str], say_base: str) -> LoraConfig:
-    """Return peft's config. Raises ModelError if settings, model and tensors disagree about the adapted modules."""
+    """Build peft's config. Raises ModelError if settings, model and tensors disagree on which modules are adapted."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists  # peft's own rule, which is undocumented
     from peft.utils.other import get_pattern_key  # also undocumented
@@ -306,7 +306,7 @@ def _check_tensors(
     vocabulary: int | None,
     say_base: str,
 ) -> None:
-    """Raise ModelError, before reading any tensor, if stored names, shapes or types differ from the expected ones."""
+    """Raise ModelError, before any tensor is read, if names or shapes are not as expected, or a type is unsupported."""
     if different := sorted(expected.keys() ^ names.keys()):
         verb = "lacks" if different[0] in expected else "contains"
         raise ModelError(f"The adapter {verb} {format_names(different)}, contrary to its settings.", SAY_AGAIN)
@@ -314,12 +314,12 @@ def _check_tensors(
         entry, shape = header[stored], tuple(expected[name].shape)
         if entry.shape != shape:
             stored_size, size = (" × ".join(map(str, sizes)) for sizes in (entry.shape, shape))
-            problem = f"The adapter contains {shorten_text(stored)} of size {stored_size} instead of {size}"
+            problem = f"The adapter contains {shorten_text(stored)} of shape {stored_size} instead of {size}"
             differing = {pair for pair in zip(entry.shape, shape, strict=False) if pair[0] != pair[1]}
             rank_axis = int(re.search(r"lora_(embedding_)?B", name) is not None)
             is_low_rank = ".lora_" in name and len(entry.shape) == len(shape) == 2
             if is_low_rank and entry.shape[1 - rank_axis] == shape[1 - rank_axis]:
-                cause = f"its rank is {entry.shape[rank_axis]}, but {ADAPTER_CONFIG} declares another rank"
+                cause = f"its rank is {entry.shape[rank_axis]}, but {ADAPTER_CONFIG} declares a different rank"
                 remedy = f"Correct r or rank_pattern in {ADAPTER_CONFIG}, or get the adapter again."
             elif {size for _, size in differing} == {vocabulary}:
                 cause = "the adapter was trained with a resized vocabulary"
@@ -327,7 +327,7 @@ def _check_tensors(
                 call = f"resize_token_embeddings({length})"
                 remedy = f"Call {call} on MODEL, save it, and give that folder. Or: {SAY_MERGE}"
             else:
-                cause = "the adapter was trained on another base model"
+                cause = "the adapter was trained on a different base model"
                 remedy = f"{say_base} If MODEL already is that model, download the adapter again."
             raise ModelError(f"{problem}: {cause}.", remedy)
         if entry.encoded:

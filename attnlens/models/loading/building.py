@@ -1,4 +1,4 @@
-"""List the tensors of weight files, build a model with transformers, and check that it contains the stored values."""
+"""List the tensors of weight files, build a model with transformers, and check the model against the files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PACKED = ("qweight", "qzeros", "weight_packed", "SCB", "absmax", "quant_map", "_
 WRAPPER = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
 """Prefix or infix that torch.compile, DataParallel, FSDP and others add to the tensor names of a wrapped model."""
 SCALE = re.compile(r"(_scale|_scale_inv|_scales|_zero_point|\.scales?)$")
-"""Pattern of the suffixes that follow a weight's name in the names of its scales and zeros."""
+"""Pattern of the suffixes that turn a weight's name into the names of its scales and zeros."""
 
 
 def check_loaded(
@@ -78,7 +78,7 @@ def check_loaded(
         causes = [f"{shorten_text(path)} = {n}" for path, n in configs.sizes(place.config) if n in differing]
         because = f" ({', '.join(causes)})" if causes else ""
         source, remedy = ("its fields", SAY_SAFETENSORS) if place.gguf else ("config.json", configs.SAY_BELONGS)
-        problem = f"{name}{more} has size {size} in the file, but {expected} according to {source}{because}"
+        problem = f"{name}{more} has shape {size} in the file, but {expected} according to {source}{because}"
         raise ModelError(f"{where} can't be loaded: {problem}.", remedy)
     if place.gguf:
         if ignored := [name for name in sorted(unused) if ATTENTION_NAMES.search(name)]:
@@ -195,7 +195,7 @@ def silence_logging(*names: str) -> Iterator[None]:
 
 @contextmanager
 def quiet(place: Location | None = None) -> Iterator[None]:
-    """Inside the context, silence progress bars, logs and warnings, block code from the hub, and parse GGUF only once.
+    """Inside the context, silence progress bars, logs and warnings, block hub code, and parse a GGUF file only once.
 
     With `place`, old names in the model's config are accepted, too. A patch blocks code from the hub, because RWKV,
     YOSO and MRA load kernels while they are built, even with use_kernels=False or HF_HUB_OFFLINE.
@@ -216,7 +216,7 @@ def quiet(place: Location | None = None) -> Iterator[None]:
         if place is not None and place.gguf:
 
             class PlainReader(import_module("gguf").GGUFReader):  # type: ignore[misc]  # a package that ships no types
-                """gguf's reader with a plain array, because slices of numpy's memmap take three times as long."""
+                """gguf's reader with a plain array as data, since slices of numpy's memmap take three times as long."""
 
                 def __setattr__(self, name: str, value: object) -> None:
                     super().__setattr__(name, numpy.asarray(value) if name == "data" else value)
@@ -226,10 +226,10 @@ def quiet(place: Location | None = None) -> Iterator[None]:
 
 
 TIMES, PARTS_TIMES = 8, 16
-"""Maximum ratios: numbers in a model to numbers in its files (which store tied weights once), and modules and tensors
-in the model to tensors in the files."""
+"""Maximum ratio of numbers in a model to numbers in its files (which store tied weights once), and of modules and
+tensors in the model to tensors in the files."""
 SPARE, SPARE_BUFFERS, SPARE_PARTS = 2**24, 2**28, 2**12
-"""Numbers in weights, numbers in buffers (position tables, masks), and modules and tensors allowed in addition."""
+"""Numbers in weights, numbers in buffers (position tables, masks), and modules and tensors allowed in excess."""
 
 
 @contextmanager
@@ -323,8 +323,8 @@ def build_model(
     """Load the model, check it against its files, and return it with transformers' loading info.
 
     `weights` contains tensors read from `files`, or tensors that have only shapes; if it is None, transformers reads
-    the tensors. `stored` describes the files' tensors, and `spread` contains transformers' options for several
-    devices.
+    the tensors. `stored` describes the files' tensors, and `spread` contains transformers' options that
+    spread the model over devices.
     """
     from transformers import GenerationConfig
 

@@ -30,7 +30,7 @@ AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq
 
 
 def model_class(config: PreTrainedConfig, *, gguf: bool, own_code: bool) -> type[PreTrainedModel]:
-    """Return the class that the config names, or an Auto class for `own_code` or if transformers lacks the class."""
+    """Return the class that the config names or, with `own_code` or if transformers lacks that class, an Auto class."""
     import transformers
 
     module = own_models(config.model_type) or transformers
@@ -59,7 +59,7 @@ def own_models(model_type: object) -> ModuleType | None:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the submodel that reads text (the encoder, if there are two), or `config` if none does."""
+    """Return the config of the submodel that reads text (the encoder if two do), or `config` itself if none does."""
     try:
         return config.get_text_config()
     except ValueError:  # ambiguous: two parts read text
@@ -110,7 +110,7 @@ def load_tokenizer(place: Location, config: PreTrainedConfig) -> tuple[PreTraine
 
 
 def _explain_tokenizer(place: Location) -> str:
-    """Return the reason why a tokenizer can't be read: a placeholder file or missing packages; "" for other reasons."""
+    """Explain why a tokenizer can't be read if the cause is a placeholder file or missing packages; else return ""."""
     from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
 
     named = {file for pattern in TOKENIZERS for file in place.folder.glob(pattern)}
@@ -151,7 +151,7 @@ GPTQ = {  # Settings of GPTQ → values for which its codes are decoded; None me
 COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 """Formats of compressed-tensors that are decoded."""
 READ_SETTINGS = ("quantization_config", "compression_config", "text_config.quantization_config")
-"""Fields that describe quantised weights of the whole model or its language model; other parts are not decoded."""
+"""Fields that describe quantised weights of the whole model or its language model; elsewhere, they are refused."""
 LARGEST_SHARE = 16
 """Maximum partial_rotary_factor, above all values in transformers' own configs (EfficientLoFTR has 4)."""
 DTYPES = ("dtype", "torch_dtype")  # Names of the field that gives the weights' type
@@ -164,7 +164,7 @@ SAY_UNQUANTISED = "Get an unquantised or GGUF version of the model."
 
 
 def check_config(place: Location) -> None:
-    """Raise ModelError for invalid or unsupported values that transformers would accept, and for untrusted code."""
+    """Raise ModelError for untrusted code, and for invalid or unsupported settings that transformers would accept."""
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -245,7 +245,7 @@ def _find_method(settings: Mapping[str, object]) -> object:
 
 
 def check_counts(place: Location, tensors: int) -> None:
-    """Raise ModelError if the config has more layers or labels than a model with this many tensors can have."""
+    """Raise ModelError if the config has more layers than a model of `tensors` tensors can have, or too many labels."""
     for path, value in fields(place.config):
         if not (match := LISTED.search(path)):
             continue
@@ -258,7 +258,7 @@ def check_counts(place: Location, tensors: int) -> None:
 
 @contextmanager
 def accept_old_names() -> Iterator[None]:
-    """Inside the `with`, let transformers accept configs with dtypes `auto` and `torch.…`, and `su` for longrope."""
+    """Inside the `with`, let transformers accept the dtypes `auto` and `torch.…`, and `su` for longrope, in configs."""
     from transformers import PreTrainedConfig
 
     read = PreTrainedConfig._dict_from_json_file  # private, but the only method called before the config's checks
@@ -278,7 +278,7 @@ def accept_old_names() -> Iterator[None]:
 
 
 def clear_choices(config: object) -> None:
-    """Set the fields in CHOICES to None, also in nested configs; they can make transformers run code from the hub."""
+    """Set the fields in CHOICES, which can make transformers run code from the hub, to None, also in nested configs."""
     from transformers import PreTrainedConfig
 
     pending, seen = [config], set[int]()
@@ -296,7 +296,7 @@ def clear_choices(config: object) -> None:
 
 
 def sizes(config: Mapping[str, object]) -> Iterator[tuple[str, int]]:
-    """Yield (dotted path, value) for each integer field in SIZES, also in nested configs."""
+    """Yield (dotted path, value) for each integer field named in SIZES, also in nested configs."""
     # latent attention has separate head sizes, and head_dim can then be 0 (GLM 5)
     is_latent = any(path.endswith("qk_nope_head_dim") for path, _ in fields(config))
     names = SIZES - {"head_dim"} if is_latent else SIZES

@@ -72,7 +72,7 @@ class DeferredWeights:
             yield self.model, module
 
     def _stored_names(self, module: nn.Module, wanted: Collection[str]) -> list[str]:
-        """Return the stored names of the module's `wanted` parameters, and of all its tensors that are converted."""
+        """Return the stored names of the module's `wanted` parameters, and of all its tensors to be converted."""
         inside = f"{self._paths[module]}."
         targets = {inside + name for name in wanted}
         return [
@@ -111,7 +111,7 @@ class DeferredWeights:
 
     @cached_property
     def _targets(self) -> Mapping[str, tuple[str, bool]]:
-        """Name of the first parameter or buffer made from each stored tensor, and True if the tensor is converted."""
+        """Name of the first parameter or buffer made from each stored tensor, and True if transformers converts it."""
         renamings = [entry for entry in self._mapping if isinstance(entry, core_model_loading.WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, core_model_loading.WeightConverter)]
         state, prefix, targets = self.model.state_dict(), self.model.base_model_prefix, {}
@@ -126,7 +126,7 @@ class DeferredWeights:
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
 ONE_THREAD = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
-"""Environment variable that makes transformers load tensors one by one, since its threads would share a fake mode."""
+"""Environment variable that makes transformers load tensors one by one: its threads would share a FakeTensorMode."""
 
 
 class ShapesAlone(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch does not type it

@@ -111,9 +111,9 @@ UNSUPPORTED = (
     *(f"attention.{name}" for name in ("temperature_scale", "indexer.head_count", "indexer.key_length")),
     *("attention.indexer.top_k", "rope.scaling.alpha", "rope.scaling.yarn_log_multiplier"),
 )
-"""Fields that are refused unless they are 0, which means that they are not set."""
+"""Fields that are refused unless they are 0, which means unset."""
 QWEN_35 = ("rope.dimension_sections", "full_attention_interval")
-"""Fields that transformers applies to Qwen 3.5; refused for other architectures."""
+"""Fields that transformers applies for Qwen 3.5; they are refused for other architectures."""
 CHECKED = (
     *(f"attention.{name}" for name in ("causal", "max_alibi_bias", "scale", "key_length", "value_length")),
     *("attention.sliding_window_pattern", "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"),
@@ -126,17 +126,17 @@ HIDDEN_SCALES = ("logit_scale", "residual_scale", "embedding_scale", "use_parall
 """Fields of some llama.cpp architectures that change hidden states or logits; they, too, must agree with the model."""
 KNOWN = {*ATTRIBUTES, *SHAPES, *ROTARY, *UNSUPPORTED, *QWEN_35, *CHECKED, *HIDDEN_SCALES}
 GATING = {"gpt-oss": 3, "minimax-m2": 2}
-"""ggml's number of the function that weights experts, by architecture; others use 1, the softmax over all experts."""
+"""Value of expert_gating_func, keyed by architecture; other architectures use 1, the softmax over all experts."""
 BETAS = (("fast", 32.0), ("slow", 1.0))
-"""Ends of YaRN's ramp, in rotations over the original context, with llama.cpp's defaults."""
+"""llama.cpp's defaults for the ends of YaRN's ramp, in rotations over the original context."""
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
-"""Layer count, by architecture, of the Gemma size whose score scale uses hidden_size / heads instead of head_dim."""
+"""Layer count, keyed by architecture, of the model whose score scale uses hidden_size / heads, not head_dim."""
 ATTENTION_NAMES = re.compile(r"attn|attention|(\b|_)rope|indexer|embd|token_types")
 """Pattern for the names of fields and tensors that change attention or its inputs."""
 
 
 class Settings:
-    """Attention settings of a GGUF file; each setting is applied to a config, checked or refused."""
+    """Attention settings of a GGUF file; each is applied to transformers' config, checked against it, or refused."""
 
     def __init__(self, path: Path) -> None:
         header = read_header(path)
@@ -192,7 +192,7 @@ class Settings:
         self._apply_rotation(config)
 
     def _set_attribute(self, config: PreTrainedConfig, name: str) -> None:
-        """Set the config's attributes for this field. Raises ModelError if there are none and the value is not 0."""
+        """Set the config's attributes for the field `name`. Raises ModelError if it has none and the value is not 0."""
         value = self._number(name, 0.0) and self.fields[name]
         attributes = [attribute for attribute in ATTRIBUTES[name] if hasattr(config, attribute)]
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
@@ -250,7 +250,7 @@ class Settings:
         return kind, factor
 
     def _rotation(self, config: PreTrainedConfig) -> dict[str, object]:
-        """Return transformers' rope_parameters for the scaling ({} for none); raise ModelError if it is unsupported."""
+        """Return transformers' rope_parameters ({} without scaling); raise ModelError if the scaling is unsupported."""
         kind, factor = self._scaling
         first = int(self._number("rope.scaling.original_context_length", 0)) or config.max_position_embeddings
         stretch = self._number("rope.scaling.attn_factor", 1.0)

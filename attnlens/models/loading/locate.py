@@ -144,7 +144,7 @@ def reachable(endpoint: str) -> bool:
 
 
 def _address(text: str, variable: str) -> tuple[SplitResult, int]:
-    """Return the parts and the port of an address. Raises ModelError if the address is invalid."""
+    """Parse an address; return its parts and its port. Raises ModelError, which names `variable`, if it is invalid."""
     try:
         parts = urlsplit(text if "://" in text else f"//{text}")
         port = parts.port
@@ -264,8 +264,8 @@ def weight_file(folder: Path, name: str, *, may_lead_out: bool = False) -> Path:
 def check_entries(folder: Path, names: Iterable[str], *, adapter_too: bool = False, gguf: bool = False) -> None:
     """Raise ModelError for files next to the weights that transformers must not open.
 
-    These are an adapter (unless `adapter_too`) and a distributed checkpoint. Unless the weights are GGUF, these are
-    also files that are not regular, link out of the folder or are too large.
+    Refused are a distributed checkpoint, an adapter (unless `adapter_too`) and, unless the weights are GGUF, files that
+    are not regular, link out of the folder or are too large.
     """
     for name in sorted(names):
         path = folder / name
@@ -347,7 +347,7 @@ FORMATS = (  # Weights that attnlens does not read: patterns of file names, desc
 
 
 def say_merge(first: str) -> str:
-    """Return the remedy for a split GGUF model: the command that merges its parts, given the name of any part."""
+    """Return the remedy for a split GGUF model: the command that merges its parts. `first` can name any part."""
     first = re.sub(r"-\d{5}-of-", "-00001-of-", first)
     return f"Merge the parts with llama.cpp: `llama-gguf-split --merge {shlex.quote(first)} merged.gguf`."
 
@@ -376,7 +376,7 @@ class Location:
 
     @property
     def notes(self) -> list[str]:
-        """List with a note on unread weights in the folder, if any; empty for remote weights, and if `trusts_link`."""
+        """[note] if the folder has weights that were not read; else, for remote weights and if `trusts_link`, []."""
         if self.trusts_link or self.urls:
             return []
         read = {self.file, *(file.name for file in self.weights)}
@@ -441,7 +441,7 @@ def _locate_folder(name: str, folder: Path, allow_pickle: bool, revision: str | 
 
 
 def _is_adapter(names: Collection[str]) -> bool:
-    """Return True if these files include an adapter but no weights of a model."""
+    """Return True if files with these names include an adapter, but no model weights."""
     weights = (*SUFFIXES.values(), ".index.json")
     return not set(ADAPTERS).isdisjoint(names) and not any(name.endswith(weights) for name in {*names} - {*ADAPTERS})
 
@@ -498,7 +498,7 @@ def _locate_on_hub(
 
 
 def parse_hub_id(name: str, revision: str | None = None, remedy: str = SAY_PATH) -> Hub:
-    """Parse a hub id and revision. Raises ModelError for a path, and UsageError for an empty id or two revisions."""
+    """Parse a hub id and revision. Raises ModelError for a path, and UsageError for no id or differing revisions."""
     id_, _, suffix = name.partition("@")
     if not id_:
         raise UsageError(f"{shorten_text(name)} does not name a model.", "Write the model as org/name@revision.")
@@ -557,7 +557,7 @@ def _is_gguf(name: str) -> bool:
 
 
 def _refuse_lone_shards(names: Iterable[str], where: str) -> None:
-    """Raise ModelError if one of these files is a shard; the caller checks that no index lists it."""
+    """Raise ModelError if one of these files is a shard; the caller has checked that no index lists it."""
     for name in names:
         if (match := SHARD.search(name)) and int(match[1]) > 1:
             index = SHARDED if match[2] == "safetensors" else PICKLES[1]

@@ -25,12 +25,12 @@ CONTROLLERS = {
     "": ("", ("memory.max", "memory.current", "inactive_file")),
     "memory": ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
 }
-"""Names of the folder under GROUPS and of limit, usage and file pages, keyed by Linux's name of the controller."""
+"""Folder under GROUPS, and names of the limit, usage and file-page count in it, keyed by Linux's controller name."""
 GIB = 2**30
 
 
 def free_memory() -> int | None:
-    """Return the number of bytes that this process can still allocate. If unknown, return the RAM's size or None."""
+    """Return how many bytes this process can still allocate or, if unknown, the size of RAM; None if also unknown."""
     limits = [1024 * size for size in _read_counts(MEMINFO, "MemAvailable:")]
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -55,7 +55,7 @@ def _read_counts(file: Path, name: str) -> list[int]:
 
 
 def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch.dtype) -> None:
-    """Raise TooLargeError if the tensors, converted to `dtype`, are larger than the free memory."""
+    """Raise TooLargeError if the tensors, converted to `dtype`, do not fit into free memory."""
     needed, free = count_numbers(stored) * dtype.itemsize, free_memory()
     if free is not None and needed > free:
         size = f"{needed / GIB:.1f} GiB of memory as {str(dtype).removeprefix('torch.')}"
@@ -67,7 +67,7 @@ def refuse_too_large(place: Location, stored: Mapping[str, Stored], dtype: torch
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device `name`; `auto` is the first available of cuda, mps, cpu. Raises ModelError if it is missing."""
+    """Return the device `name`; `auto` is the first available of cuda, mps, cpu. Raises ModelError if none exists."""
     import torch
 
     counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
@@ -92,14 +92,14 @@ def check_device_map(options: Mapping[str, object]) -> None:
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
-    """Return the device of the model's first weight that is not on `meta`, or the CPU if there is none."""
+    """Return the device of the model's first parameter that is not on `meta`; the CPU if there is none."""
     import torch
 
     return next((part.device for part in model.parameters() if not part.is_meta), torch.device("cpu"))
 
 
 def spread_over_devices(max_cpu_memory: str | None) -> dict[str, object]:
-    """Return options of `from_pretrained` for GPUs, memory and disk. Raises UsageError if accelerate is missing."""
+    """Return `from_pretrained` options that use GPUs, memory and disk. Raises UsageError if accelerate is missing."""
     try:
         from accelerate.utils import convert_file_size_to_int, get_max_memory
     except ImportError:

@@ -1,7 +1,7 @@
 """Decode weights stored as codes with scales: fp8, mxfp4, GPTQ, AWQ, compressed-tensors, bitsandbytes.
 
 W = (codes − zeros) · scales, in the layout of each method. Only mxfp4 is decoded with transformers, whose decoder for
-fp8 guesses block sizes and rejects smaller blocks at an edge. The other decoders need a GPU, or packages that attnlens
+fp8 guesses block sizes and rejects smaller blocks at an edge. Its other decoders need a GPU or packages that attnlens
 does not require.
 """
 
@@ -136,7 +136,7 @@ def _scale(parts: Parts[Tensor]) -> Tensor:
 
 
 def _check_group(parts: Parts[Tensor], group: Settings) -> None:
-    """Raise ValueError if compressed-tensors' settings contradict the scales, the zeros or the order of inputs."""
+    """Raise ValueError if compressed-tensors' settings contradict the stored scales, zeros or order of inputs."""
     scale, zeros, strategy = parts["_scale"], parts.get("_zero_point"), group.get("strategy")
     matches = {"tensor": scale.numel() == 1, "channel": scale.dim() < 2 or scale.shape[-1] == 1}.get(
         str(strategy), True
@@ -307,7 +307,7 @@ def _parse_state(parts: Mapping[str, Tensor]) -> Json:
 
 
 def _decode_absmax(parts: Parts[Tensor], state: Settings) -> Tensor:
-    """Return the largest absolute value (absmax) of each block; if stored as codes, decode it with the nested map."""
+    """Return the largest absolute value (absmax) of each block; decode values stored as codes."""
     absmax = parts[".absmax"]
     if absmax.is_floating_point():
         return absmax.float()
@@ -346,7 +346,7 @@ def packed_shape(parts: Parts[Stored], _read: PartReader) -> tuple[int, ...]:
 
 
 def pair_shape(parts: Parts[Stored], _read: PartReader) -> tuple[int, ...]:
-    """Return the shape of mxfp4 experts: codes (experts, rows, blocks, bytes) decode to (experts, numbers, rows)."""
+    """Return the shape of mxfp4 experts: (experts, rows, blocks, bytes) becomes (experts, 2 · blocks · bytes, rows)."""
     shape = parts[""].shape
     require(len(shape) == 4 and shape[:3] == parts["_scales"].shape, "its blocks and scales don't match")
     experts, rows, blocks, pairs = shape

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLOATS = {"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
-"""torch's and safetensors' names of the floating-point types of unquantised weights."""
+"""safetensors' names for the floating-point types of unquantised weights, keyed by torch's names."""
 TYPE = re.compile(r"BOOL|C64|(BF|[FIU])(4|6|8|16|32|64)(_E\dM\d\w{0,8})?")  # types of the safetensors library
 LENGTH = 8  # Number of bytes that precede a safetensors header and contain its length
 LONGEST = 100 * 2**20  # Maximum size of a header in bytes, as in the safetensors library
@@ -86,7 +86,7 @@ class LocalFile:
         return content
 
     def sample(self, start: int, count: int) -> bytes:
-        """Read some bytes of a tensor, to detect changes that the file's modification time does not show."""
+        """Read samples of a range of bytes, to detect changes that the file's modification time does not show."""
         last = max(0, count - SAMPLE)
         return b"".join(self.read(start + offset, min(SAMPLE, count)) for offset in (0, last // 2, last))
 
@@ -99,8 +99,8 @@ class LocalFile:
 class RemoteFile:
     """A weight file in a hub repository at one commit, read by ranges; its stamp (ETag) identifies its content.
 
-    huggingface_hub's range readers load a response of any length, even if a server sends the whole file, and request
-    the full range again if the connection drops.
+    huggingface_hub's range readers are not used: they load a response of any length, even if a server sends the whole
+    file, and request the full range again if the connection drops.
     """
 
     def __init__(self, name: str, url: str) -> None:
@@ -164,7 +164,7 @@ class TensorFiles(ABC):
         return sum(size for _, _, size in self.spans(names))
 
     def sample(self, names: Iterable[str]) -> bytes:
-        """Return some bytes of each tensor in local files, to detect changed weights.
+        """Return some bytes of each tensor in local files, to detect changes to the weights.
 
         Remote files are left out, because their stamps change with their content.
         """
@@ -191,7 +191,7 @@ def read_header(file: LocalFile | RemoteFile) -> tuple[dict[str, Stored], FileIn
 
 
 def parse_header(file: str, header: bytes, size: int) -> dict[str, Stored]:
-    """Return {name: Stored} for a safetensors header. Raises ModelError unless it describes a file of `size` bytes."""
+    """Return {name: Stored} for a safetensors header. Raises ModelError unless it fits a file of `size` bytes."""
     begin, tensors = LENGTH + len(header), dict[str, Stored]()
     with foreign(f"{file} is truncated or not a safetensors file", SAY_AGAIN):
         for name, entry in json.loads(header).items():

@@ -50,7 +50,7 @@ class Batches:
     sequences: int  # number of sequences; fewer than requested if there are too few windows or files
     tokens: int  # number of ids of the longest window or line, with special tokens; 0 if no tokens are read
     texts: tuple[Text, ...]  # the texts with the indices of their windows, followed by files or noise, if any
-    unknown: Mapping[str, float]  # share, 0 to 1, of the ids read that are the unknown token, by name of the text
+    unknown: Mapping[str, float]  # share, 0 to 1, of unknown tokens among the ids read, keyed by name of the text
     pack: bool = True  # True if the sequences are windows of running text instead of lines
     notes: tuple[str, ...] = ()  # sentences for the report about inputs other than the texts
     made_up: bool = False  # True if the model's main input is noise
@@ -63,7 +63,7 @@ class Batches:
         return len(self.batches)
 
     def some(self, sequences: int) -> Batches:
-        """Return evenly spaced forward passes with at least `sequences` sequences in total, or all if too few exist."""
+        """Return evenly spaced forward passes with at least `sequences` sequences in total; all if they are too few."""
         count = -(-len(self.batches) * sequences // self.sequences)
         if count >= len(self.batches):
             return self
@@ -92,7 +92,7 @@ class Batches:
 
 
 def passages(several: Iterable[Batches]) -> list[tuple[int, ...]]:
-    """Return the ids of all windows, with consecutive windows of a text joined, even from different `Batches`.
+    """Return the ids of all windows; join consecutive windows of a text, even if they are in different `Batches`.
 
     If any `Batches` contain lines, nothing is joined.
     """
@@ -176,7 +176,7 @@ def batches(
 
 
 def _count_files(files: Mapping[media.Modality, Sequence[object]], most: int) -> int | None:
-    """Return the number of files of each modality, or None if there are no files.
+    """Return the number of files per modality, or None if there are no files.
 
     Raises UsageError if modalities have different numbers of files, or more than `most`.
     """
@@ -237,7 +237,7 @@ def placeholder(loaded: Loaded, tokens: int, seed: int, sequences: int = 1, *, b
 def _cut_texts(
     loaded: Loaded, contents: Sequence[Content], cut: Cut, taken: Mapping[str, AbstractSet[int]]
 ) -> tuple[list[Row], list[Text]]:
-    """Return the sequences chosen from the texts, and records of the texts used; both are [] without text input.
+    """Return the sequences chosen from the texts, and records of the texts used; [] and [] if the model reads no text.
 
     Raises TextError if no sequence is chosen, or if an id is outside the model's vocabulary.
     """
@@ -260,7 +260,7 @@ def _cut_texts(
     if not rows:
         names_of_texts = ", ".join(content.name for content in contents)
         problem = f"The text ({names_of_texts}) has no windows besides those used for evaluation."
-        raise TextError(problem, "Give a longer text, another text with --calibration, or fewer --windows.")
+        raise TextError(problem, "Give a longer text, a different text with --calibration, or a smaller --windows.")
     known, largest = vocabulary(loaded.model), max(max(row.ids) for row in rows)
     if known is not None and largest >= known:
         problem = f"The tokenizer returns token {largest}, but the model's vocabulary has only {known} tokens."
@@ -269,14 +269,14 @@ def _cut_texts(
 
 
 def _cut_text(loaded: Loaded, content: Content, length: int, cut: Cut) -> list[Row]:
-    """Return all windows, lines or pairs of a text; reuse the last result if the text was cut in the same way."""
+    """Return all windows, lines or pairs of a text; reuse the last result if it was cut with the same options."""
     tokenizer, is_spread = loaded.tokenizer, cut.placement != "first"
     key = (tokenizer, length, cut.pairs, cut.pack, is_spread)
     if key not in content.cuttings:
         if tokenizer is None:
             problem = f"This model has no usable tokenizer: {loaded.tokenizer_problem}."
             raise TextError(problem, f"Put the tokenizer files into the model's folder, or {sequences.WITHOUT_TEXT}")
-        content.cuttings.clear()  # keeps one result: each checkpoint of a series has another tokenizer
+        content.cuttings.clear()  # keeps one result: each checkpoint of a series has its own tokenizer
         thinned = sequences.thin_text(content, spread=is_spread)
         if cut.pack and not cut.pairs:
             content.cuttings[key] = sequences.cut_windows(tokenizer, thinned, tokens=length)

@@ -43,7 +43,7 @@ RANDOM = {"image": "random pixels", "audio": "random sound"}  # names of random 
 TYPE_NUMBERS = {"image": 1, "audio": 3}  # values of `mm_token_type_ids` for placeholders; text is 0
 MASKS = ("feature_attention_mask", "input_features_mask", "padding_mask")  # parameter names of a sound's mask
 ALIASES = {"grid_thw": "image_grid_thw", "merge_sizes": "image_merge_sizes", "pixel_position_ids": "image_position_ids"}
-"""Names that processors give to inputs of vision models without a language model, keyed by parameter name."""
+"""Processors' names for inputs of vision models without a language model, keyed by the model's parameter name."""
 SAY = {
     "image": "Give an image in a format that Pillow supports, such as .png or .jpg.",
     "audio": "Give an uncompressed .wav file (PCM with 8, 16, 24 or 32 bits).",
@@ -62,7 +62,7 @@ class Media:
     """Images and sounds that a model accepts."""
 
     processors: Mapping[Modality, Processor | None] = field(default_factory=dict)
-    """The checkpoint's processor for each modality; None if the input is random numbers in the shape of the config."""
+    """The checkpoint's processor for each modality; None if the input is random numbers of the shape in the config."""
     before: tuple[Placeholder, ...] = ()  # placeholders before each text
     names: frozenset[str] = frozenset()  # keyword arguments of the forward pass for these modalities
     notes: tuple[str, ...] = ()  # one sentence for each modality that is not used, or not prepared by a processor
@@ -135,7 +135,7 @@ class Feed:
     model: PreTrainedModel
     media: Media
     seed: int
-    skip: int = 0  # index of the first random draw
+    skip: int = 0  # number of random draws to skip
     files: Mapping[Modality, Sequence[Mapping[str, Tensor]]] = field(default_factory=dict)
     """Prepared inputs read from files, one item per sequence, keyed by modality."""
 
@@ -177,7 +177,7 @@ class Feed:
         return move_inputs(self.model, inputs), len(before)
 
     def _placeholders(self, number: int) -> list[Placeholder]:
-        """Return the placeholders before the text of sequence `number`, or raise ModelError if the model fails."""
+        """Return the placeholders before the text of sequence `number`; raise ModelError if the model fails on it."""
         placeholders = [placeholder for placeholder in self.media.before if placeholder[0] not in self.files]
         for modality, inputs in self.files.items():
             try:
@@ -248,7 +248,7 @@ def load_processor(model: PreTrainedModel, modality: Modality, folder: Path | No
 def _generate_input(
     model: PreTrainedModel, modality: Modality, processor: Processor | None, seed: int, number: int
 ) -> dict[str, Tensor]:
-    """Return the inputs of one random image or sound, determined by `seed` and `number`, or raise AttnlensError."""
+    """Return the inputs for one random image or sound, determined by `seed` and `number`, or raise AttnlensError."""
     draws = np.random.default_rng([seed % 2**63, number])  # numpy takes no negative seeds
     if processor is None:
         numbers = draws.standard_normal(_shape(model, modality), np.float32)
@@ -266,7 +266,7 @@ def _generate_input(
 
 
 def _find_sides(model: PreTrainedModel) -> tuple[object, object]:
-    """Return the height and width of images according to the config, without checks; IMAGE_SIZE is the default."""
+    """Return the height and width of images in the config, which can be invalid; the default is IMAGE_SIZE."""
     size = setting(model, "image_size", "crop_size", "input_size", "img_size") or IMAGE_SIZE
     if isinstance(size, dict):
         return size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))
@@ -393,7 +393,7 @@ def setting(model: PreTrainedModel, *names: str) -> Any:  # settings of config.j
 
 
 def _count_placeholders(model: PreTrainedModel, modality: Modality, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return the id and the number of placeholders for `inputs`; (0, 0) if the model uses no placeholders."""
+    """Return the placeholder id and the number of placeholders for `inputs`; (0, 0) if the model uses none."""
     token, method = setting(model, f"{modality}_token_id", f"{modality}_token_index"), f"get_{modality}_features"
     owners = [part for part in model.modules() if hasattr(part, method)]
     if token is None or not owners:
@@ -411,7 +411,7 @@ def _format_failure(error: Exception) -> str:
 
 
 def placeholder_ids(model: PreTrainedModel) -> set[int]:
-    """Return the token ids that are placeholders for images or sounds."""
+    """Return the token ids that stand for images or sounds."""
     names = [f"{modality}_token_{suffix}" for modality in INPUTS for suffix in ("id", "index")]
     return {token for name in names if (token := setting(model, name)) is not None}
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 WITHOUT_TEXT = "read only the weights: attnlens inspect --source weights"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-"""Pattern of a dataset's name on the hub, with its owner, since a name without owner can mean a file format (csv)."""
+"""Pattern of a dataset's name on the hub, with its owner, since a name without one can mean a file format (csv)."""
 SAY_NAME = "Give OWNER/NAME of an accessible dataset on the hub, or a folder of data files (jsonl, parquet, csv, txt)."
 
 
@@ -67,7 +67,7 @@ def read_rows(rows: DatasetRows, *, most: int, offline: bool = False) -> Content
         with silence_logging(*DOWNLOADING):
             parts = datasets.load_dataset(place, rows.config, streaming=True)
             if split not in parts:
-                problem = f"The dataset {rows.name} has no split {split!r}; it has {', '.join(parts)}."
+                problem = f"The dataset {rows.name} has no split {split!r}; its splits are {', '.join(parts)}."
                 raise TextError(problem, f"Name one of its splits: {DATASETS}{rows.name},split={next(iter(parts))}")
             for number, row in enumerate(parts[split], 1):
                 if not isinstance(value := row.get(rows.column), str):
@@ -299,7 +299,7 @@ def describe_missing_inputs(model: PreTrainedModel, names: Sequence[str]) -> tup
 
 
 def shift_right(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> Int[Tensor, "batch tokens"]:
-    """Shift ids right for a decoder, by the model's own method or start token. Raises TextError if neither works."""
+    """Shift ids right for a decoder, with the model's own method or start token. Raises TextError if neither works."""
     method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     names = ["decoder_start_token_id"]
     if method is None:
@@ -332,7 +332,7 @@ def foreign_notes(shares: Mapping[str, float], least: float = NOTABLE) -> list[s
 
 
 def split_evenly(available: Sequence[int], wanted: int) -> list[int]:
-    """Return the number of windows per text: `wanted` in all, divided as equally as `available` windows allow."""
+    """Return the number of windows from each text: `wanted` in all, as equal as the `available` numbers allow."""
     turns = sorted((turn, text) for text, most in enumerate(available) for turn in range(min(most, wanted)))
     counts = Counter(text for _, text in turns[:wanted])
     return [counts[text] for text in range(len(available))]
@@ -344,7 +344,7 @@ def choose_windows(
     """Choose k of the n windows 0 … `available` − 1 that are not `taken`; return their indices in ascending order.
 
     k is `wanted`, at most n. `spread` is systematic sampling: the windows ⌊(i + u)·n/k⌋ of the n for i = 0 … k − 1,
-    where u in [0, 1) is random with `seed` (Cochran 1977, chapter 8); `random` samples k of n without replacement;
+    where u in [0, 1) is drawn with `seed` (Cochran 1977, chapter 8); `random` samples k of n without replacement;
     `first` takes the first k.
     """
     free = [number for number in range(available) if number not in taken]
@@ -379,10 +379,10 @@ def cut_windows(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens:
 
 
 def cut_lines(tokenizer: PreTrainedTokenizerBase, content: Content, *, tokens: int, pairs: bool) -> list[Row]:
-    """Return the ids, with special tokens, of all lines of at least two ids; truncate lines to `tokens` ids.
+    """Return the ids, with special tokens, of each line that has at least two; truncate lines to `tokens` ids.
 
     With `pairs`, each non-blank line must contain two texts separated by a tab, which the tokenizer joins. Raises
-    TextError if no line is left or if a line is not such a pair, and UsageError if the special tokens leave no room.
+    TextError if no line is left or if a line is not such a pair, and UsageError if special tokens leave no room.
     """
     special_tokens(tokenizer, content, tokens)
     lines = [line.removesuffix("\r") for line in content.text.split("\n")]
@@ -430,7 +430,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, content: Content, tokens:
 
 
 def window_length(model: PreTrainedModel, tokens: int | None) -> int:
-    """Return `tokens`, by default 128 or the model's limit if smaller. Raises UsageError if `tokens` is too large."""
+    """Return `tokens`; if None, 128 or, if smaller, the model's limit. Raises UsageError if `tokens` exceeds it."""
     limit = position_limit(model)
     length = tokens or max(2, min(LENGTH, limit or LENGTH))
     if limit is not None and length > limit:
@@ -460,7 +460,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, content: Content, text: str, *, spe
 
 @contextmanager
 def _tokenizing(tokenizer: PreTrainedTokenizerBase, content: Content) -> Iterator[None]:
-    """Inside the `with`, turn off a tokenizer's random splits, which are for training; convert errors to TextError."""
+    """Inside the `with`, turn off a tokenizer's random splits, meant for training; convert its errors to TextError."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     remedy = f"Put the tokenizer files into the model's folder, or {WITHOUT_TEXT}"
     with foreign(f"The tokenizer fails on the text ({content.name})", remedy, TextError), ExitStack() as undo:
@@ -478,7 +478,7 @@ LEAST = 8  # minimum length of a line that counts as shared: those halves share 
 MOST_SHARED = 0.1
 """Largest share of evaluated tokens that can occur in the calibration text for a measurement to count as held out. In
 the worst case, the loss of shared tokens is 0. A tenth of the tokens then hides a tenth of the measured effect, which
-is less than the interval of a rise over 32 sequences."""
+is less than the confidence interval of a loss increase on 32 sequences."""
 
 Ids = Sequence[int]
 
@@ -529,7 +529,7 @@ def _list_runs(passage: Ids, length: int) -> list[bytes]:
 
 
 def _count_covered(passages: Iterable[Ids], length: int, shared: Container[bytes]) -> int:
-    """Count the tokens of `passages` that are part of any of the `shared` runs of `length` tokens."""
+    """Count the tokens of `passages` that lie in at least one of the `shared` runs of `length` tokens."""
     covered = 0
     for passage in passages:
         starts = [start for start, run in enumerate(_list_runs(passage, length)) if run in shared]

@@ -92,13 +92,13 @@ def logits_of(result: Any) -> Float[Tensor, "batch ..."]:
 def of_text(
     logits: Float[Tensor, "batch positions classes"], targets: Int[Tensor, "batch tokens"], *, sees: bool
 ) -> Float[Tensor, "batch tokens classes"]:
-    """Return the logits of the text's tokens: those at the end if images come first (`sees`), else at the beginning."""
+    """Return the logits at the text's tokens, which are last if they follow images (`sees`), and otherwise first."""
     count = targets.shape[1]
     return logits[:, -count:] if sees else logits[:, :count]
 
 
 def last_states(result: object) -> Float[Tensor, "batch tokens d_model"] | None:
-    """Return the last hidden states or, if there are none, stacked embeddings of image and text (CLIP), else None."""
+    """Return the last hidden states; without them, the stacked embeddings of image and text (CLIP); else None."""
     for name in ("decoder_hidden_states", "hidden_states"):
         states = getattr(result, name, None)
         if states and isinstance(states[-1], Tensor):  # MaskFormer's Swin has a tuple for each stage
@@ -110,7 +110,7 @@ def last_states(result: object) -> Float[Tensor, "batch tokens d_model"] | None:
 
 
 def states_of(result: object) -> Float[Tensor, "batch ... d_model"]:
-    """Return the `last_states` in the output of a model without a head; if there are none, the output's first part."""
+    """Return the `last_states` of the output of a model without a head; if there are none, the output's first part."""
     states = last_states(result)
     return cast("Sequence[Tensor]", result)[0] if states is None else states
 
@@ -141,7 +141,7 @@ def feed(loaded: Loaded, batches: Batches, task: Task, seed: int) -> list[Fed]:
 
 
 def meanings(task: Task, *, noise: bool) -> list[str]:
-    """Return notes on the task's loss or compared outputs, and a note if the input is noise."""
+    """Return notes for reports: what the loss or the compared outputs are, and whether the input is noise."""
     return [MEANINGS[task]] * (task == "hidden" or not noise) + [ON_NOISE] * noise
 
 

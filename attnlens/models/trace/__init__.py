@@ -1,4 +1,4 @@
-"""Find hand-written attention in a running model: trace queries and keys to a softmax, and its weights to the values.
+"""Find hand-written attention in a running model: trace queries and keys to a softmax, and attention weights to values.
 
 Hand-written attention is attention that a module computes with its own code, without transformers' interface.
 """

@@ -95,12 +95,12 @@ def _centre(scores: Tensor, visible: Tensor) -> Tensor:
 
 
 Tokens = tuple[int, ...] | None
-"""Shape of a module's first floating-point input without its last axis; None if the module gets none."""
+"""Shape of a module's first floating-point input without its last axis; None if the module has no such input."""
 
 
 @dataclass(frozen=True)
 class Lead:
-    """Leading axes (all but two) of queries, keys and scores. The heads have their own axis or share the batch axis."""
+    """Leading axes (all but the last two) of queries, keys and scores; heads may share the batch axis."""
 
     shape: tuple[int, ...]  # sizes of the leading axes
     axis: int  # axis of the heads; 1 if a single axis merges batch and heads
@@ -139,7 +139,7 @@ def find_lead(shape: tuple[int, ...], queries: int, keys: int, tokens: Tokens) -
 
     The number of heads is the number of queries per token or, if the module pools its queries, of keys per token.
     """
-    total, count, axes = math.prod(shape), math.prod(tokens or (0,)), f"queries have the axes {(*shape, queries)}"
+    total, count, axes = math.prod(shape), math.prod(tokens or (0,)), f"queries have leading axes {(*shape, queries)}"
     counts = [total * rows // count for rows in (queries, keys) if count and total * rows % count == 0]
     if len(shape) == 1:
         if not counts or total * queries % (count or 1) or not counts[0] or shape[0] % counts[0]:
@@ -165,8 +165,8 @@ def traced_call(softmax: TracedSoftmax, value: Tensor, tokens: Tokens, module: n
     queries, keys = product.left.shape[-2], product.right.shape[-2]
     shape = (*product.lead, queries, keys)
     if tuple(softmax.logits.shape[-2:]) != shape[-2:] or softmax.logits.numel() != torch.Size(shape).numel():
-        axes = f"the axes {tuple(softmax.logits.shape)}, but its product of queries and keys has {shape}"
-        raise unreadable(f"its softmax has {axes}")
+        shapes = f"the shape {tuple(softmax.logits.shape)}, but its product of queries and keys has {shape}"
+        raise unreadable(f"its softmax has {shapes}")
     lead = find_lead(product.lead, queries, keys, tokens)
     zero, signs, *moved = (lead.split(standin.reshape(shape)) for standin in softmax.carried[scores])
     factor, visible, bias = fit_affine(scores.signs, zero, signs)
@@ -217,7 +217,7 @@ def pair_heads(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 SOFTMAXES = frozenset({torch.softmax, F.softmax, Tensor.softmax})
 FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # parameters of torch's fused attention
 
-Refused = dict[nn.Module, str]  # reasons why modules' attention is unreadable, by module
+Refused = dict[nn.Module, str]  # reason why a module's attention is unreadable, keyed by module
 RunningModule = tuple[nn.Module, Tokens]  # a module that is running, and the shape of its input (see Tokens)
 SiteReader = Callable[[nn.Module, Tokens], tuple[Call, Lead]]
 
@@ -242,12 +242,12 @@ def trace_attention(
     prove: bool = False,
     on_weights: Callable[[nn.Module, Tensor], None] | None = None,
 ) -> Iterator[Refused]:
-    """Inside the `with`, replace each weighted sum of hand-written attention in `model` by the result of `answer`.
+    """Inside the `with`, replace each weighted sum of hand-written attention in `model` with the result of `answer`.
 
     `modules` contains modules whose attention was readable in an earlier pass: only these are traced, and ModelError is
     raised if the attention of any of them is now unreadable. If `modules` is None, all modules are traced, the model
-    computes unreadable attention itself, and the yielded dict contains the reason for each such module. `content`
-    contains the tensors on which queries and keys depend, by default the model's inputs except masks and positions.
+    computes unreadable attention itself, and the yielded dict maps each such module to the reason. `content` contains
+    the tensors on which queries and keys depend, by default the model's inputs except masks and positions.
     With `prove`, the model uses its own results, and attention whose recomputed result differs is also unreadable.
     `on_weights` is called with each module and its attention weights, (batch, heads, queries, keys).
     """
@@ -324,7 +324,7 @@ class _Tracer(TorchFunctionMode):
         return result
 
     def _trace_product(self, call: FunctionCall, pair: tuple[Tensor, Tensor], *, constant: bool) -> Tensor:
-        """Compute a product, and trace it as scores unless one side is a weight of the model."""
+        """Compute a product, and trace it as scores unless a factor is a parameter or a buffer (`constant`)."""
         result: Tensor = call.run()
         dependent = [part in self.known.inputs for part in pair]
         if any(dependent):
@@ -349,7 +349,7 @@ class _Tracer(TorchFunctionMode):
         return result
 
     def _answer_sum(self, call: FunctionCall, weights: Tensor, values: Tensor | None) -> Tensor:
-        """Return the answer for weights · `values`. If the weights are used in any other way, `values` is None."""
+        """Return the result of `answer` for `weights` · `values`. For any other use of `weights`, `values` is None."""
         softmax = self.known.weights[weights]
         scores = next(iter(softmax.carried))
         shared = [pair for pair, module in zip(self.running, scores.modules, strict=False) if pair[0] is module]

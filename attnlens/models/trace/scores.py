@@ -1,6 +1,6 @@
 """Trace products of queries and keys to a softmax.
 
-Each step is also computed with other values of the product (stand-ins), to find how the scores depend on the product.
+Each step is repeated with stand-ins, other values of the product, to find how the scores depend on the product.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _parse_einsum(call: FunctionCall) -> tuple[tuple[str, str, str], Tensor, Ten
 
 
 def multiply_einsum(call: FunctionCall, weights: Container[Tensor]) -> Tensor | None:
-    """Compute an einsum of queries and keys, or of weights and values, as a matrix product; None for any other call."""
+    """Compute an einsum of queries and keys, or of attention weights and values, as a matrix product; else None."""
     parsed = _parse_einsum(call)
     if parsed is None:
         return None
@@ -134,10 +134,10 @@ def _permute(tensor: Tensor, axes: str, order: str) -> Tensor:
 
 @dataclass(eq=False)
 class TracedScores:
-    """A product of queries and keys that is traced to a softmax, together with its stand-ins."""
+    """A product of queries and keys that is traced to a softmax, with the values that define its stand-ins."""
 
     product: Product
-    content: bool  # True if both sides depend on the model's inputs
+    content: bool  # True if both factors depend on the model's inputs
     modules: tuple[nn.Module, ...]  # the modules that are running when the product is computed, outermost first
     signs: Tensor  # (queries, keys): −1 and 1, the values of the product in the second stand-in, equal in all heads
     moved: tuple[Tensor, ...]  # the random queries and keys of the third stand-in; empty if there are two stand-ins
@@ -145,7 +145,7 @@ class TracedScores:
 
 
 Standins = tuple[Tensor, ...]
-"""A tensor's values if the traced product is replaced by 0, by `signs` and, with `prove`, by the product of `moved`."""
+"""A tensor's values if the traced product is 0, is `signs` and, with `prove`, is the product of the two in `moved`."""
 
 
 def start_scores(
@@ -190,7 +190,7 @@ class TracedSoftmax:
 
     logits: Tensor  # argument of the softmax
     carried: Mapping[TracedScores, Standins]  # products in the argument, with their stand-ins
-    used: bool = False  # True if its weights were already applied to values
+    used: bool = False  # True if its attention weights were already applied to values
 
     def scores(self) -> TracedScores:
         """Return the traced product of queries and keys in the softmax's argument.
@@ -209,11 +209,11 @@ class TracedSoftmax:
         return products[0]
 
 
-STEPS_END = frozenset(  # Functions whose results contain neither scores nor weights of a head
+STEPS_END = frozenset(  # Functions whose results contain neither scores nor attention weights
     {"layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "embedding", "conv1d", "conv2d", "conv3d"}
     | {"log_softmax", "max", "amax", "logsumexp"}
 )
-MULTIPLYING = frozenset(  # Functions that multiply a tensor by another one; torch names `/=` `__idiv__`
+MULTIPLYING = frozenset(  # Functions that multiply or divide a tensor by another; torch names `/=` `__idiv__`
     {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "div", "div_", "__truediv__", "__idiv__", "divide"}
     | {"true_divide", "pow", "pow_", "addcmul", "addcmul_", "addcdiv", "addcdiv_"}
 )
@@ -228,7 +228,7 @@ class Provenance:
     inputs: MutableMapping[Tensor, bool] = field(default_factory=WeakIdKeyDictionary)
     """Tensors that depend on the model's inputs other than masks and positions."""
     weights: MutableMapping[Tensor, TracedSoftmax] = field(default_factory=WeakIdKeyDictionary)
-    """The softmax whose weights a tensor contains, keyed by tensor."""
+    """The softmax that computed the attention weights in a tensor, keyed by tensor."""
 
     def run(self, call: FunctionCall) -> Any:
         """Run the call, record the origins of its result, and return the result."""

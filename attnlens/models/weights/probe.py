@@ -1,4 +1,4 @@
-"""Call attention modules on few tokens, and find query and key maps in a single weight or in a product of two."""
+"""Call attention modules on a few tokens, and find W_Q and W_K in a weight matrix or in a product of two."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Probe:
 
 
 def smallest(probe: Probe) -> Probe:
-    """Return a probe with the smallest inputs that the module accepts: single tokens, sequences, or a whole batch.
+    """Return the probe with the smallest inputs that its module accepts: one token, a sequence, or the captured batch.
 
     Raises UnreadableError if the module accepts none of these.
     """
@@ -177,7 +177,7 @@ def smallest(probe: Probe) -> Probe:
 
 
 Present = Callable[[nn.Module, Callable[[], Collection[str]]], AbstractContextManager[None]]
-"""Function of (module, names); returns a context in which these parameters and buffers of the module have values."""
+"""Function of (module, function that returns tensor names); in the context that it returns, these have values."""
 
 
 def used_weights(model: PreTrainedModel, target: SiteCall, layout: tuple[int, ...]) -> list[str]:
@@ -203,7 +203,7 @@ class _AttentionRequested(BaseException):  # not an Exception, which a module mi
 
 
 def float64_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's parameters and buffers by name, detached, with floating-point values in float64."""
+    """Return a module's parameters and buffers, keyed by name, detached, with floating-point values in float64."""
     return {name: as_float64(part.detach()) for name, part in (*module.named_parameters(), *module.named_buffers())}
 
 
@@ -428,7 +428,7 @@ def _match_rows(vectors: Tensor, columns: Tensor, multiplicand: Multiplicand, ro
 
 
 def most_similar_rows(vectors: Tensor, products: Tensor) -> Int[Tensor, " columns"]:
-    """Return, for each column, the index of the row whose products have the most similar direction, up to sign."""
+    """Return, for each column, the index of the row whose products have the direction nearest to it, up to sign."""
     directions = nn.functional.normalize(products, dim=0)
     return torch.cat([(part.mT @ directions).abs_().argmax(1) for part in torch.split(vectors, AT_ONCE, dim=1)])
 

@@ -116,7 +116,7 @@ class Factors:
 
     @property
     def on_inputs(self) -> QueryKey | None:
-        """M on the inputs (x, 1), with biases as the last rows of W_Q and W_K.
+        """The bilinear form M on inputs (x, 1), with biases as the last rows of W_Q and W_K.
 
         None in cross-attention, under rotation or QK-norm, or if the biases of queries depend on the position.
         """
@@ -138,9 +138,9 @@ class Factors:
 
 
 unit = partial(nn.functional.normalize, dim=-1)
-ROWS = 16  # inputs for finding rotating pairs: a wrong partner explains about 1/ROWS of a coordinate's change
+ROWS = 16  # inputs for finding rotating pairs: a wrong partner explains about 1/ROWS of the change in a coordinate
 POSITIONS = 32  # positions for finding rotating pairs
-STILL = 1e-5  # largest relative change of a value that counts as constant: above the float32 rounding of cos and sin
+STILL = 1e-5  # largest relative change in a value that counts as constant: above the float32 rounding of cos and sin
 ANGLE = 1e-3  # largest root-mean-square error of the pairs' angles: position · frequency is computed in float32
 SINGLE = torch.finfo(torch.float32).eps  # relative rounding of cos and sin in a model that is not in half precision
 DIRECTION = "positions do more than rotate queries and keys"
@@ -154,11 +154,11 @@ class Turns:
     """
 
     fitted: dict[object, tuple[list[Tensor], dict[bool, Rotation | None]]] = field(default_factory=dict)
-    """By kind of site: the leader's position tensors (stored so that no other tensors get their ids) and its rotations.
+    """Keyed by kind of site: the leader's position tensors (kept so that no other tensors get their ids) and rotations.
     The rotation at key True was fitted to directions only, because norms scale queries and keys."""
 
     def add_kind(self, leader: SiteCall) -> bool:
-        """Add the kind of this site; return False if the kind is already known."""
+        """Add this site's kind; return False if it is already known."""
         is_new = _kind(leader) not in self.fitted
         self.fitted.setdefault(_kind(leader), (_positions(leader), {}))
         return is_new
@@ -185,7 +185,7 @@ def _positions(target: SiteCall) -> list[Tensor]:
 
 
 def _fits(probe: Probe, norms: Norms, rotation: Rotation | None) -> bool:
-    """Return True if `rotation` (None: no change) is the effect of positions on the queries and keys of one token."""
+    """Return True if the position changes a token's queries and keys by `rotation` (None: not at all)."""
     parts = [unit(part) if norms else part for part in _read_sides(probe.alike)]
     if rotation is None:
         return not any(map(_changes_with_position, parts))
@@ -221,7 +221,7 @@ def find_rotation(probe: Probe, norms: Norms) -> Rotation | None:
 
 
 def rotations(model: PreTrainedModel, window: list[SiteCall]) -> Iterator[Rotation | UnreadableError | None]:
-    """Yield each site's rotation, None if positions do not rotate queries and keys, or the error if no rotation fits.
+    """Yield, per site, its rotation, None if positions do not rotate queries and keys, or the error if none fits.
 
     `window` contains the sites' calls with as many positions as the rotations must cover.
     """
@@ -301,7 +301,7 @@ def _find_pairs(rows: Rows) -> Int[Tensor, "pairs 2"]:
 
 
 def _overlaps(part: Rows, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ conj(w_0) w_i (see `fit_rotation`), (positions, pairs), and a mask of pairs that exceed rounding."""
+    """Return Σ conj(w_0) w_i (see `fit_rotation`), (positions, pairs), and a mask of pairs that are not rounding."""
     turning = torch.complex(part[..., pairs[:, 0]], part[..., pairs[:, 1]])
     overlaps = (turning[:, :1].conj() * turning).sum(0)
     lengths = overlaps[0].abs()
@@ -421,10 +421,10 @@ def _find_maps(probe: Probe, norms: Norms, rotation: Rotation | None) -> tuple[M
 def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
     """Compute ∂q/∂x and ∂k/∂y at position 0 by forward-mode differentiation, and the biases at zero input.
 
-    The tangent of input i is the unit vector e_i, so that row i of each map is exact. NaN weights of one head do not
-    spread to other heads, as they would through 0 · NaN in a backward pass. Each input is one token of a sequence;
-    `rotation` rotates its query and key back to position 0. If queries and keys come from two sequences, or if cos and
-    sin have half precision, each input is instead a sequence of one repeated token.
+    The tangent of token i is the unit vector e_i, so that row i of each map is exact. NaN weights of one head do not
+    spread to other heads, as they would through 0 · NaN in a backward pass. The tokens form sequences; `rotation`
+    rotates their queries and keys back to position 0. If queries and keys come from two sequences, or if cos and sin
+    have half precision, each token is instead repeated in a sequence of its own.
     """
     alike = probe.target.site.part == "cross" or (rotation is not None and query_rounding(probe) > SINGLE)
     base = probe.random(1, seed=1)
@@ -459,7 +459,7 @@ def _differentiate(probe: Probe, rotation: Rotation | None) -> Maps:
 
 
 def _with_positions(maps: Maps, window: Probe) -> Maps:
-    """Return the maps, with one bias per position for queries or for keys if their biases differ between positions."""
+    """Return the maps, but with one bias per position for queries or keys whose bias depends on the position."""
     zero = window(*(torch.zeros_like(x) for x in window.random(window.least, seed=1)))
     biases = {"query_bias": zero.query[0].double(), "key_bias": zero.key[0].double()}
     for (name, bias), factor in zip(biases.items(), (maps.query, maps.key), strict=True):
@@ -469,7 +469,7 @@ def _with_positions(maps: Maps, window: Probe) -> Maps:
 
 
 def _first_tokens(probe: Probe, maps: Maps) -> Sides:
-    """Return actual and expected queries and keys of the first tokens of 8 sequences; omit heads with NaN or Inf."""
+    """Return the probe's and the maps' queries and keys for the first tokens of 8 sequences; omit non-finite heads."""
     inputs = probe.random(8, seed=2, alike=False)
     call, sides = probe(*inputs), []
     for part, expected in zip((call.query, call.key), maps(*inputs), strict=True):

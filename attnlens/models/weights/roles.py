@@ -40,7 +40,7 @@ class Rows:
     """The rows of a parameter that form the matrix of queries, keys or values."""
 
     name: str  # name of the parameter within the module
-    index: Int[Tensor, "heads size"]  # indices of the rows, by head
+    index: Int[Tensor, "heads size"]  # indices of the rows of each head
     columns: bool  # True if the rows are columns of the parameter (Conv1D of GPT-2)
 
     def read(self, parameter: Tensor) -> Tensor:
@@ -53,14 +53,14 @@ class Rows:
 class Roles:
     """The parameters of a module's queries, keys and values, and the norms of its queries and keys."""
 
-    rows: Mapping[str, Rows]  # rows of a parameter, by role: query, key, value
-    gains: Mapping[str, str]  # name of the norm within the module, by role: query, key
+    rows: Mapping[str, Rows]  # rows of a parameter, keyed by role: query, key, value
+    gains: Mapping[str, str]  # name of the norm within the module, keyed by role: query, key
 
 
 def locate_roles(model: PreTrainedModel, single: SiteCall) -> Roles | None:
-    """Find the rows of queries, keys and values by calling the module with random weights; None if that fails.
+    """Find the rows of queries, keys and values by calling the module with random parameters; None if that fails.
 
-    Random weights have no equal rows, so every match is unique.
+    Random parameters have no equal rows, so every match is unique.
     """
     generator = torch.Generator().manual_seed(0)
     weights, parameters = float64_weights(single.module), dict(single.module.named_parameters())
@@ -92,7 +92,7 @@ def locate_roles(model: PreTrainedModel, single: SiteCall) -> Roles | None:
 
 
 def _find_rows(vectors: Tensor, x: Tensor, candidates: Mapping[str, Tensor]) -> Rows | None:
-    """Find rows whose products with x are proportional to the `vectors` at position 0; return None if none fit."""
+    """Find the rows whose products with x are proportional to the `vectors` at position 0; None if there are none."""
     heads, size = vectors.shape[1], vectors.shape[-1]
     values = vectors[:, :, 0].double().flatten(1)
     tokens = x.double().flatten(0, -2)
@@ -142,7 +142,7 @@ def read_layer(
     rest: bool = True,
     norm: str | None = None,
 ) -> Layer:
-    """Return the tensors of the layer that contains a site, keyed by role in attention and by name elsewhere.
+    """Return the tensors of the layer that contains a site, keyed by role in attention, or by name if they have none.
 
     `factors` is the site's Factors, which contain its rotation, or any other object if the factors could not be read.
     `others` contains the module paths of the block's other attention sites and of their norms, whose tensors are left
