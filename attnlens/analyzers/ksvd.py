@@ -35,7 +35,7 @@ cosine_measure = partial(
 
 
 def _curves(matrix: str, words: str, symbol: str) -> list[MeasureInfo]:
-    """Build the MeasureInfos of the cumulative sums of a matrix's singular values and of their squares."""
+    """Build the MeasureInfos of the cumulative shares of a matrix's singular values and of their squares."""
     of_attention = symbol.startswith("P")
     return [
         share(
@@ -168,7 +168,7 @@ def measure_tokens(query_key: QueryKey) -> Readings:
 
 
 def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
-    """Compute s, the rank90 of K(I − 11ᵀ/n), and the share of the values' variance in its s leading right directions.
+    """Compute s = rank90 of K(I − 11ᵀ/n), and the share of the values' variance along its s leading right vectors.
 
     The share is NaN if the values are unknown or s is NaN. K and V are both centred over keys. Otherwise, K's leading
     singular vector could be nearly constant, and so nearly orthogonal to the centred values.

@@ -119,7 +119,7 @@ def _size(change: Breach) -> float:
 
 
 def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[Breach]:
-    """Return the change of one measure in each head since the baseline.
+    """Return each head's change in one measure since the baseline.
 
     p is None if a value or standard error is missing, or if the change divided by its error is not finite.
     """
@@ -272,7 +272,7 @@ def _unknown_subject(rule: Rule, names: Sequence[str], why: str) -> UsageError:
 
 
 def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
-    """Build one check per rule, in the order of the rules; rules can also refer to the changes of a comparison."""
+    """Build one check per rule, in order; rules can also refer to the changes between two compared models."""
     report = report.with_changes()
     occurrences = Counter[str]()
     checks = []
@@ -352,7 +352,7 @@ def build_breach(
 
 
 def choose_options(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
-    """Return the options `analyzers` and `source` for `inspect`, as in the baseline or as the rules require.
+    """Return the options `analyzers` and `source` for `inspect`: those of the baseline or those that the rules require.
 
     Without a baseline, return {} if the rules require no analyzer. Raise UsageError if no analyzer computes the subject
     of a rule.
