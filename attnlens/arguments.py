@@ -116,7 +116,7 @@ def path(what: str, value: object) -> str:
 
 
 def names_report(name: str) -> bool:
-    """Return True if `name` refers to a report: a `.json` path, an open file (/dev/stdin), or a file but not a model."""
+    """Return True if `name` refers to a report: a `.json` path, an open file (/dev/stdin), or a file of no model."""
     is_file = os.path.isfile(name) and not name.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
     return is_file or name.endswith(".json") or name.startswith(OPEN_FILES)
 

@@ -87,7 +87,7 @@ TOKENS = (
     cosine_measure(
         "ksvd.value_alignment",
         "share of the values' variance in the s leading right singular directions of the cosine kernel minus its "
-        "row means, s = centred_rank90; by chance s/(n − 1) for n keys (not identified)",
+        "row means, s = centred_rank90; s/(n − 1) is expected by chance for n keys (not identified)",
         "‖H_rᵀV‖²/‖V‖², V centred over tokens, H_r of K(I − 11ᵀ/n): both K and V are centred",
         missing=f"the values are unknown or all equal; {ONE_KEY}",
         high=1,

@@ -30,7 +30,7 @@ WEIGHTS = (
         scale=("the head uses few directions of its inputs", "the head uses most of its head_dim directions"),
         ends="both",
         series=9,
-        use="Below its null, M has fewer directions than chance; ranks --budget loss:1% measures the rank needed.",
+        use="Below its null, M has fewer directions than expected by chance; ranks --budget finds the rank needed.",
         paper="Roy & Vetterli 2007",
     ),
     form_rank(

@@ -370,7 +370,7 @@ def deliver(
 
 
 def _list_files(outputs: Outputs, source: str | None, params: Mapping[str, Any], *, saved: bool) -> Written:
-    """Return the files for the commands suggested under "Next"; `saved` is True if the changed model was saved."""
+    """Return the paths to name in the commands suggested under "Next"; `saved`: the changed model was saved."""
     from attnlens.report.shapes import Written  # late, because it loads the records
 
     paths = {name: str(path) for name, path in outputs.files("json", "plan").items()}
@@ -386,7 +386,7 @@ def _list_files(outputs: Outputs, source: str | None, params: Mapping[str, Any],
 
 @contextmanager
 def _collect(failures: list[AttnlensError | typer.Exit]) -> Iterator[None]:
-    """Append an error that ends the block to `failures` instead of raising the error."""
+    """If the block raises an AttnlensError or typer.Exit, append it to `failures` instead."""
     try:
         yield
     except (AttnlensError, typer.Exit) as failure:
@@ -407,7 +407,7 @@ def _add_windows_file(outputs: Outputs, report: Report) -> Report:
 
 
 def _draw_figures(outputs: Outputs, report: Report, failures: list[AttnlensError | typer.Exit]) -> Iterator[Path]:
-    """Draw the pictures that --figure requests, yield each file once it is written, and collect failures."""
+    """Draw the pictures that --figure requests, yield each file once it is written, and append errors to `failures`."""
     if outputs.figure is not None:
         from attnlens.report.export import drawings  # late, because it loads matplotlib
 

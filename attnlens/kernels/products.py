@@ -150,7 +150,7 @@ def linear(score: Score) -> Score:
     hard=True,
 )
 def hard(score: Score) -> Score:
-    """One-hot attention to the key of the largest score."""
+    """One-hot attention to the key with the largest score."""
     return score
 
 
@@ -385,7 +385,7 @@ class LearnedStart:
         self.weight = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Draw the initial maps for the numbers of heads and coordinates of a batch."""
+        """Draw the initial maps for a batch's number of heads and head_dim."""
         weight = ksvd.orthogonal_draws(self.count // 2, call.query.shape[-1], 0).to(call.query.device)
         self.weight = weight.expand(call.query.shape[1], -1, -1)
 

@@ -69,8 +69,8 @@ def read_record(
 ) -> Read:
     """Read a record of class `kind` from an untrusted JSON file; `convert`, if given, upgrades a file of version 1.
 
-    Raise UsageError if the file is missing or invalid. `mismatch` (such as `not a plan`) and `remedy` are parts of its
-    message.
+    Raise UsageError if the file is missing or invalid. `mismatch` (such as `not a plan`) and `remedy` are parts of the
+    error message.
     """
     content = read_bytes(local_path(path), UsageError, remedy).removeprefix(BOM_UTF8)
     try:

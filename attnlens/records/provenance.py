@@ -113,8 +113,8 @@ class Text(Record):
 
 
 FEWEST_DRAWS = 8
-"""Smallest number of draws (windows of each text, or texts) for a bootstrap. Student's t is more accurate for fewer
-draws: a bootstrap sample that contains one of two windows twice has no spread."""
+"""Smallest number of sampled units (windows of each text, or texts) for a bootstrap. Student's t is more accurate for
+fewer units: a bootstrap sample that contains one of two windows twice has no spread."""
 
 
 class Settings(Record):
@@ -127,18 +127,18 @@ class Settings(Record):
     analyzers: list[str] = []
     text: Text | None = None  # The text, if any; several texts are described as one
     texts: list[Text] = []  # The texts one by one
-    placement: Placement | None = None  # Position of the windows (or lines) in each text; None without a text
-    intervals: Intervals | None = None  # Population to which errors and intervals refer; None without a text
+    placement: Placement | None = None  # Position of the windows (or lines) in each text; None if no text was read
+    intervals: Intervals | None = None  # Population to which errors and intervals refer; None if no text was read
     noise: Text | None = None  # Random pixels or sound, if the model reads no text
     calibration: Text | None = None  # Text used to fit parameters or train weights, never for evaluation
     calibrations: list[Text] = []  # The calibration texts one by one
     windows_requested: Count | None = None  # Requested number of windows; None if the user did not set it
     windows: Count | None = None  # Number of windows, lines, images or sounds read; None if no input was read
     length: Count | None = None  # Tokens per window, per image, or at most per line (`pack` false)
-    pack: bool | None = None  # True if text was cut into windows, False if read by line; None without a text
+    pack: bool | None = None  # True if text was cut into windows, False if read by line; None if no text was read
     layers: list[Count | str] | None = None  # Requested layers (`2` or `decoder.2`); None means all
     heads: list[Count] | None = None  # Requested heads; None means all
-    select: str | None = None  # Tokens that a query selects, `argmax` or `top-p:0.9`; None without selection measures
+    select: str | None = None  # Tokens that a query selects, `argmax` or `top-p:0.9`; None if nothing is selected
     options: dict[str, bool | int | float | str] = {}  # Other options that the user set and that affect the results
     notes: list[str] = []  # Facts about the input that readers must know, one sentence each
 

@@ -119,7 +119,7 @@ class Summary(Record):
     texts: list[TextSummary] = []
     between_texts: dict[str, Number] = {}  # Standard deviation of the texts' medians, by measure
     extremes: list[Extreme] = []  # Heads with the largest and smallest values, the furthest from the median first
-    identity_error: Number | None = None  # Relative change of the model's outputs if attnlens recomputes attention
+    identity_error: Number | None = None  # Relative change in the model's outputs if attnlens recomputes attention
     reasons: Reasons = {}
     verdict: Verdict | None = None  # Verdict of `doctor`: `agrees` if everything was checked and nothing differs
 
@@ -153,7 +153,7 @@ class Sight(Record):
     token: Count | None  # Position of the token whose input was perturbed; None for `differs`
     layer: Count | None  # Sequential number of the site; None for the output of the whole model
     site: str | None
-    change: Number | None  # Largest change of the output (`differs`: relative error of the output); None if not finite
+    change: Number | None  # Largest change in the output (`differs`: relative error of the output); None if not finite
 
 
 class MaskCheck(Record):
@@ -162,7 +162,7 @@ class MaskCheck(Record):
     mask: str
     verdict: Literal["agrees", "differs", "not checked"]
     error: Number | None = None
-    """Relative error of the outputs against a float64 pass over each sequence by itself, without padding or cache."""
+    """Relative error of the outputs against a float64 pass over each sequence on its own, without padding or cache."""
     error_judged: bool = True  # False if `error` is not judged, because the tokens' positions also change the outputs
     faults: list[Sight] = []  # The fault with the largest change at each site, in the order of the layers
     count: Count = 0  # Number of faults: pairs of output and token that are wrong
@@ -286,7 +286,7 @@ class Report(Record):
         return self.swap.plan if self.swap is not None else None
 
     def with_changes(self) -> Self:
-        """Return a comparison's report with the changes added to its heads; return any other report unchanged."""
+        """Return a comparison's report with the changes added as measures of its heads; return others unchanged."""
         if self.comparison is None or not self.comparison.rows:
             return self
         return self.model_copy(update={"heads": heads_with_changes(self.comparison, self.heads)})

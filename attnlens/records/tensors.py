@@ -257,7 +257,7 @@ class QueryKey:
 
     @cached_property
     def shared(self) -> dict[str, Tensor]:
-        """Intermediate results of this QueryKey, by name, which analyzers cache for each other."""
+        """Cache of intermediate results that several analyzers need, keyed by name."""
         return {}
 
     @property

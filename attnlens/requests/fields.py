@@ -63,7 +63,7 @@ class Request(BaseModel):
 
 
 def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
-    """Return a UsageError for the first invalid option; for an unknown option or word, raise it instead."""
+    """Return the UsageError for the first invalid option; an unknown option or word raises its UsageError directly."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, value = str(first["loc"][0]), first["input"]
     checked_name("option", name, kind.model_fields)

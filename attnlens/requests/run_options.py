@@ -354,7 +354,7 @@ class CompareRequest(SeriesRequest):
 
 
 def _listed(known: tuple[str, ...], noun: str, name: str, value: object) -> str:
-    """Join distinct names, from a string with commas or an iterable, by commas. Raise UsageError for unknown names."""
+    """Return the distinct names in `value`, separated by commas. Raise UsageError for an unknown name or no names."""
     names = value.replace(" ", "").split(",") if isinstance(value, str) else fields.words(name, value)
     for each in names:
         checked_name(noun, each, known)

@@ -49,7 +49,7 @@ for group, names in GROUPS.items():
 
 
 def help_for(words: Sequence[str]) -> str | None:
-    """Return the short help of the command that `words` begins with, or else the overview; None without `-h`."""
+    """If `words` contain `-h`, return the short help of the command that they begin with, or else the overview."""
     if "-h" not in words:
         return None
     if words[0] not in COMMANDS:

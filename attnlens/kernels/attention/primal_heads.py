@@ -73,8 +73,8 @@ class PrimalHeads(nn.Module):
     def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
         """Compute the objective J of the last forward pass for each sequence and head.
 
-        Raises UsageError if no forward pass is stored, as after a call of `regulariser` in training, or if the pass
-        recorded no gradients although gradients are enabled now.
+        Raises UsageError if no forward pass is stored (in training, `regulariser` deletes it), or if the pass recorded
+        no gradients although gradients are enabled now.
         """
         if self.last is None:
             problem = (
@@ -102,7 +102,7 @@ def _callers_level() -> int:
 
 
 class PrimalAttention(nn.Module):
-    """Multi-head Primal-Attention with its projections of queries, keys and output, for any model.
+    """Multi-head Primal-Attention layer with projections for queries, keys and output, usable in any model.
 
     With `samples` > 0, F = X' consists of each head's slice of that many evenly spaced input rows, as in the paper.
     Causal heads require `samples` = 0.

@@ -1,4 +1,4 @@
-"""Fused attention: SDPA for products, running sums for features, hybrids, and Primal-Attention."""
+"""Fused attention: SDPA for scalar products, running sums for feature maps, hybrids, and Primal-Attention."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     """Compute Σ_j w_ij v_j / Σ_j w_ij; w_ij is γ·exp(s_ij − max_near s_ij) for near keys and φ(q_i)φ(k_j) for others.
 
     γ is the weight of near keys. The result is exact and takes O(T·(w + chunk + features)) memory: each chunk of
-    queries is multiplied with the first tokens (sinks) and with the chunks of keys in its window; other keys enter by
+    queries is multiplied with the first tokens (sinks) and with the chunks of keys in its window; other keys enter as
     Σ_j φ(k_j) v_jᵀ. The sums are in float32 or better, and `smallest_kernel` is added to every φ(q_i)φ(k_j). The output
     is zero for a query that sees no key.
     """
