@@ -116,7 +116,7 @@ def path(what: str, value: object) -> str:
 
 
 def names_report(name: str) -> bool:
-    """Return True if `name` refers to a report: a `.json` path, an open file (/dev/stdin), or a file of no model."""
+    """Return True if `name` is a `.json` path, an open file (/dev/stdin), or any existing file except a model file."""
     is_file = os.path.isfile(name) and not name.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
     return is_file or name.endswith(".json") or name.startswith(OPEN_FILES)
 
@@ -177,10 +177,7 @@ class Budget(NamedTuple):
 
 
 def budget(words: str) -> Budget:
-    """Parse `loss:1%` or `ppl:2%`.
-
-    Raise UsageError for anything else, and for budgets that are not positive and finite.
-    """
+    """Parse `loss:1%` or `ppl:2%`. Raise UsageError for anything else, or if the budget is not positive and finite."""
     plain = words.replace(" ", "") if isinstance(words, str) else ""
     match = re.fullmatch(r"(loss|ppl):([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)%", plain)
     if match is None:

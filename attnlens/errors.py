@@ -14,7 +14,7 @@ class AttnlensError(Exception):
     """Error with a problem and a remedy, one line each; commands that raise it exit with code 2."""
 
     code = "usage"
-    """Stable name of the kind of error, in the JSON that `--json -` writes on failure."""
+    """Stable name of the kind of error, used in the JSON that `--json -` writes on failure."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"{problem}\n{remedy}")

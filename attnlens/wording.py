@@ -61,7 +61,7 @@ def title_of(name: str) -> str:
 
 
 def decimals_for(values: Iterable[float], figures: int = 3) -> int:
-    """Return the number of decimals that show `figures` significant digits of the number of largest absolute value.
+    """Return the number of decimals that show `figures` significant digits of the largest absolute value.
 
     Return 0 if all numbers are integers below 1e6, and SCIENTIFIC if the largest is below 1e-4 or at least 1e6.
     """

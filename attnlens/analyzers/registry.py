@@ -34,7 +34,7 @@ NULLS = {  # meaning of a null's value, by kind of null
     "rotations": "the value expected by chance (the head randomly rotated)",
 }
 NULL_DRAWS = {"factors": 64, "rotations": 8}
-"""Number of random heads per kind of null. With 64, the mean's standard error is 1/8 sd, and that of the sd is 9 %."""
+"""Number of random heads per null distribution. With 64, the standard errors are 1/8 sd (mean) and 9 % (sd)."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Gatherer(Protocol):
 
 @dataclass(frozen=True)
 class Gathering(Named):
-    """Analyzer that answers one question from several sequences, with an object that accumulates them."""
+    """Analyzer that answers one question about each head from several sequences, which a Gatherer accumulates."""
 
     begin: Callable[[GatheringPlace], Gatherer]  # function that creates the gatherer of one site
     needs_inputs: bool = False  # True if the gatherer needs the modules' inputs and the form M on them
@@ -233,7 +233,7 @@ def analyzer(
 ) -> Callable[[Function], Function]:
     """Register a function QueryKey → Readings as the analyzer `name`; its docstring's first line is the question.
 
-    `kind` is the class to create, and `facts` are further fields: `by_default=False` for an analyzer that runs only on
+    `kind` is the class to create; `facts` are its other fields: `by_default=False` for an analyzer that runs only on
     request; `needs_base` for an analyzer that compares a model with and without its adapter; `brief`, the measure that
     sweeps compute and its function. Raises UsageError if an analyzer of another package or file already has one of the
     measures or, unless `replace` is true, the same name and source.
@@ -282,9 +282,9 @@ def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> lis
 
 
 def select_sweep_analyzers() -> list[Analyzer]:
-    """Return the analyzers for sweeps, without gatherings: those with `brief`, and otherwise those with `by_default`.
+    """Return the analyzers that sweeps run: those with `brief`, each reduced to that measure, and other defaults.
 
-    An analyzer with `brief` is reduced to the measure named there.
+    Gatherings are left out.
     """
     selected = []
     for entry in _plain_analyzers():

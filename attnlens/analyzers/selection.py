@@ -128,7 +128,7 @@ def qualify_name(what: str, space: Space) -> str:
 
 
 def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
-    """Build the MeasureInfo of a measure in one space, with the space's symbols in its texts."""
+    """Build the MeasureInfo of a measure in one space; its texts contain the space's symbols."""
     texts = {name: getattr(info, name).format(**WORDS[space]) for name in ("meaning", "formula")}
     behind = sum(other.series > 0 for other in SPACE_MEASURES) * SPACES.index(space)
     name, series = qualify_name(info.name, space), info.series and info.series + behind
@@ -144,7 +144,7 @@ BIASED = "a position bias is added to the scores, so the selection does not depe
 
 @dataclass(frozen=True)
 class Solved:
-    """Results of one selection problem, in plain numbers."""
+    """Results of one selection problem, without tensors."""
 
     values: dict[str, float]  # values by measure, without the prefix `selection.` or `selection.projected_`
     reason: str | None  # reason why other measures are missing; None if all have values
@@ -167,7 +167,7 @@ class StoredSequence:
     place_of: dict[int, tuple[int, int, int]]  # indices in `query`, `key` and `copies`, by head number
 
     def scene(self, head: int) -> Scene:
-        """Return one head's tokens and queries, and the log of each number in `copies`, in float64."""
+        """Build a head's Scene in float64: its tokens, its queries and the logarithms of its `copies`."""
         query, key, copies = self.place_of[head]
         return head_svm.Scene(self.key[key].double(), self.query[query].double(), self.copies[copies].double().log())
 
@@ -222,11 +222,11 @@ class Selector:
         return {head: self._answer(head, *solutions) for head, solutions in zip(heads, by_head, strict=True)}
 
     def scenes(self, head: int) -> list[Scene]:
-        """Return the stored sequences as scenes of one head, in the first space."""
+        """Return the stored sequences as scenes of one head, in the space `spaces[0]`."""
         return [stored.scene(head) for stored in self.stored if head in stored.place_of]
 
     def nearness(self, head: int) -> Nearness | str:
-        """Compare one head with its SVM in the first space, or return the reason why this is impossible."""
+        """Compare one head with its SVM in the space `spaces[0]`, or return the reason why this is impossible."""
         if head not in self.softmax:
             return "its queries or keys contain NaN or Inf in every sequence"
         if self.biased:
@@ -250,13 +250,13 @@ class Selector:
         return StoredSequence(sequence, query, key, copies, dict(zip(query_key.heads, places, strict=True)))
 
     def _count_copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
-        """Count the copies of each token that each query sees; if equal, return the previous sequence's matrix."""
+        """Count the copies of each token that each query sees; share the previous sequence's tensor if it is equal."""
         copies = head_svm.count_copies(tokens, mask)
         before = self.stored[-1].copies[at : at + 1] if self.stored else ()
         return before[0] if before and before[0].equal(copies) else copies
 
     def _get_problem(self, space: Space, head: int) -> tuple[list[Scene], FactoredForm]:
-        """Return the sequences and the head's form in one space; the scores are equal in all spaces."""
+        """Return a head's scenes and form in one space; the scores do not depend on the space."""
         scenes, form = self.scenes(head), self.place.form
         if isinstance(form, str):
             return scenes, _scaled_identity(self.stored[0].key.shape[-1], self.scale)
@@ -353,7 +353,7 @@ def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[i
 
 
 def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> records.Measure:
-    """Return a problem's measure; the null is the mean and sd over `draws`, if at least two draws have a value."""
+    """Return one measure of a problem; its null is the mean and sd over `draws`, if two or more draws have a value."""
     if name not in solution.values:
         return records.Measure(value=None, reason=solution.reason)
     values = torch.tensor([draw.values[name] for draw in draws if name in draw.values], dtype=torch.float64)

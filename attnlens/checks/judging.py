@@ -36,7 +36,7 @@ def build_baseline(report: Report) -> Baseline:
 
 
 def _refuse_other(report: Report, baseline: Baseline) -> None:
-    """Raise UsageError if report and baseline differ in a property of `_list_settings`; name the first difference.
+    """Raise UsageError for the first property of `_list_settings` in which report and baseline differ.
 
     Also raise UsageError if the report lacks a measure of the baseline.
     """
@@ -112,7 +112,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _size(change: Breach) -> float:
-    """Return the size |value − base| of a change; ∞ if only one of the two is known, and 0 if neither is."""
+    """Return |value − base|; ∞ if only one of the two is known, and 0 if neither is."""
     if change.value is None or change.base is None:
         return 0.0 if change.value is change.base else math.inf
     return abs(change.value - change.base)
@@ -204,7 +204,7 @@ def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
 
 
 def _match_blocks(report: Report, rule: Rule) -> list[tuple[Breach, float | None]]:
-    """Return the blocks that contain a head covered by the rule, with the changes of their outputs.
+    """Return the blocks that contain a head covered by the rule, with the changes in their outputs.
 
     Without filters, all blocks are covered. Raise UsageError if no block has a value.
     """

@@ -105,7 +105,7 @@ class Rule:
 
     @property
     def filters(self) -> str:
-        """Selection of heads in its normal form: ` @layers 0,1,2 @part decoder`; empty for all heads."""
+        """Selection of heads in a standard form: ` @layers 0,1,2 @part decoder`; empty for all heads."""
         chosen = [(name, self.selection[name]) for name in FILTERS if name in self.selection]
         ordered = {name: sorted(values, key=lambda value: (isinstance(value, str), value)) for name, values in chosen}
         return "".join(f" @{name} {','.join(map(str, values))}" for name, values in ordered.items())

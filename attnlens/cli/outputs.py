@@ -112,7 +112,7 @@ def run_command(
 
     If the user interrupts the work, the report contains the finished part. `options` are the names of the options that
     this run accepts, by default the request's fields. Raise OutputError if a changed model could not be saved.
-    With --strict, exit with PARTLY if parts are missing or stored tensors are unused, except for `doctor`.
+    With --strict, exit with PARTLY if parts are missing or stored tensors are unused; `doctor` handles --strict itself.
     """
     outputs = Outputs.of(params)
     outputs.check(find_inputs(params, models))
@@ -246,7 +246,7 @@ class Outputs:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Outputs:
-        """Return the output options among a command's parameters."""
+        """Build the Outputs from a command's parameters."""
         return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     def files(self, *options: str) -> dict[str, Path]:
@@ -370,7 +370,7 @@ def deliver(
 
 
 def _list_files(outputs: Outputs, source: str | None, params: Mapping[str, Any], *, saved: bool) -> Written:
-    """Return the paths to name in the commands suggested under "Next"; `saved`: the changed model was saved."""
+    """Return the paths to name in the commands suggested under "Next"; `saved` is True if the model was saved."""
     from attnlens.report.shapes import Written  # late, because it loads the records
 
     paths = {name: str(path) for name, path in outputs.files("json", "plan").items()}
@@ -394,7 +394,7 @@ def _collect(failures: list[AttnlensError | typer.Exit]) -> Iterator[None]:
 
 
 def _add_windows_file(outputs: Outputs, report: Report) -> Report:
-    """Record the name and hash of the windows file in the report if both files are written to the same folder."""
+    """Record the name and hash of the --windows-csv file in the report if both are written to the same folder."""
     files = outputs.files("json", "windows_csv")
     if len(files) < 2 or len({os.path.realpath(file.parent) for file in files.values()}) > 1:
         return report

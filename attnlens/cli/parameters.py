@@ -120,7 +120,7 @@ def argument(
 ) -> Parameters:
     """Create a positional argument, required if its type is `str` or `list[str]`.
 
-    A shell completes the argument to the values that `names` returns.
+    Shell completion offers the values that `names` returns.
     """
     declared = typer.Argument(
         help=_add_default(help, shown), metavar=metavar, show_default=shown is True, autocompletion=names
@@ -263,6 +263,6 @@ def build(kind: type[R], values: Mapping[str, object], **more: object) -> R:
 
 
 def command_line_options(context: typer.Context) -> list[str]:
-    """Return the names of the parameters that were set on the command line, not by a variable or file."""
+    """Return the names of the parameters that were set on the command line, not by an environment variable or file."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

@@ -213,7 +213,7 @@ class Pace:
         self.reports: list[tuple[float, int]] = []  # (seconds, steps done): before the first step, after it, and later
 
     def add(self, done: int) -> None:
-        """Record the steps done so far; before the first, keep only the latest record (some stages start late)."""
+        """Record the number of steps done. Until it rises, keep only the latest record: some stages report 0 early."""
         now = time.monotonic()
         if not self.reports or done <= self.reports[0][1]:
             self.reports = [(now, done)]

@@ -85,7 +85,7 @@ class KernelInfo:
     needs_fit: bool = False  # True if the kernel is undefined without a fit to calibration text (rank)
     caution: str = ""  # caveat for readers of the kernel's results, in one sentence
     oracle: Callable[..., str | None] | None = None
-    """(**parameters) → tie that replaces this kernel to analyse the evaluated text's own logits, or None."""
+    """(**parameters) → name of the tie that replaces this kernel (to analyse a text's own logits), or None."""
 
     @property
     def built_in(self) -> bool:

@@ -66,7 +66,7 @@ class Kernel:
 
     @property
     def tied_by(self) -> str:
-        """The tie as typed, or the kernel that implies a tie (`nearest:positive,oracle`); empty without a tie."""
+        """The tie as typed, or the kernel that implies a tie (`nearest:positive,oracle`); empty if there is no tie."""
         return re.sub(r"\w+=", "", self.spelling) if self.oracle else self.tie or ""
 
     @property
@@ -91,7 +91,7 @@ class Kernel:
 
     @property
     def shares_latents(self) -> bool:
-        """True if key heads share the fitted parameters, so the kernel cannot be applied to a single head."""
+        """True if several key heads share a latent, so that the kernel cannot be applied to a single head."""
         return self.parameters.get("group", 1) > 1
 
     def select_head(self, index: int) -> Kernel:

@@ -19,7 +19,7 @@ class Tool(Record):
 
 
 class File(Record):
-    """A file used for the result."""
+    """Name and SHA-256 of a file."""
 
     name: str
     sha256: str
@@ -157,7 +157,7 @@ class Settings(Record):
 
     @property
     def input_summary(self) -> str:
-        """Description of the input: number and length of the sequences, and their texts; empty without input."""
+        """Description of the input: number and length of the sequences, and their texts; empty if there is none."""
         count = self.windows or 0
         if self.text is None:
             if self.noise is None:
@@ -176,11 +176,11 @@ class Settings(Record):
 Fields = Mapping[str, object]
 
 SETTINGS = {"sequences": "windows", "sequences_asked": "windows_requested", "tokens": "length", "windows": "placement"}
-"""Names of settings in version 2 by their name in version 1; `windows` was the placement and is now the count."""
+"""Name of a setting in version 1 → its name in version 2; `windows` was the placement and is now the count."""
 BODIES = ("selections", "attention", "swap", "more_swaps", "plan", "comparison", "doctor", "experiments", "studies")
 """Fields of a report of version 1 that version 2 moves to the body of its kind."""
 KIND_OF_COMMAND = {"converge": "experiments", "verify": "experiments", "study": "studies", "doctor": "doctor"}
-"""Kind of a version-1 report with an empty body, by command; `inspection` for all other commands."""
+"""Command → kind of its version-1 report if the body is empty; `inspection` for all other commands."""
 
 
 def convert_report(report: Fields) -> Fields:

@@ -115,7 +115,7 @@ class Summary(Record):
     layer_nulls: list[dict[str, Null]] = []  # Medians expected by chance for each layer's number of heads
     layer_numbers: list[Count] = []  # Indices of the layers in execution order, from 0
     layer_symmetry: list[Number | None] = Field([], alias="weights.layer_symmetry")
-    """Symmetry of each layer's summed heads (Saponati et al. 2025); `weights.layer_symmetry` in the JSON."""
+    """Symmetry of the sum of M over each layer's heads (Saponati et al. 2025); `weights.layer_symmetry` in the JSON."""
     texts: list[TextSummary] = []
     between_texts: dict[str, Number] = {}  # Standard deviation of the texts' medians, by measure
     extremes: list[Extreme] = []  # Heads with the largest and smallest values, the furthest from the median first
@@ -200,7 +200,7 @@ class InspectionBody(Record):
 
 
 class SwapBody(Swap):
-    """Body of kind `swap`: the effects of the first kernel and of the others, and the plan of ranks."""
+    """Body of kind `swap`: the effect of the first kernel, the swaps of all other kernels, and the plan of ranks."""
 
     others: list[Swap] = []
     plan: Plan | None = None  # Ranks chosen within a budget (`ranks --budget`), or read from a plan (`--ranks`)
@@ -286,7 +286,7 @@ class Report(Record):
         return self.swap.plan if self.swap is not None else None
 
     def with_changes(self) -> Self:
-        """Return a comparison's report with the changes added as measures of its heads; return others unchanged."""
+        """Return a comparison's report with changes added to the heads' measures, and any other report unchanged."""
         if self.comparison is None or not self.comparison.rows:
             return self
         return self.model_copy(update={"heads": heads_with_changes(self.comparison, self.heads)})

@@ -25,7 +25,7 @@ class Curve(Record):
     quantity: str | None = None  # Quantity and unit, as on the axis label: `KL, nats`; None if unknown
     bounded: bool = False  # True for quantities of at most 1, such as shares, which are drawn on a linear axis
     picture: str | None = None
-    """Title, after the experiment's name, of the picture in which this curve is drawn. None: curves without a title
+    """Title of the picture in which this curve is drawn, without the experiment's name. None: curves without a title
     share a picture if their quantity is known, and are drawn separately otherwise."""
     label: str | None = None  # Label in the legend, if it differs from the curve's name: `from zero`
     published: bool = False  # True for published values, which are drawn dashed
@@ -154,7 +154,7 @@ class StudyCell(Record):
 
     @property
     def tested_evaluation(self) -> int:
-        """Index of the first run's evaluation with the least validation loss, after which the model was tested."""
+        """Index, in the first run, of the evaluation with the least validation loss; that step's model was tested."""
         losses = self.runs[0].losses
         return min(range(len(losses)), key=losses.__getitem__, default=0)
 

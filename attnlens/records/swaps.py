@@ -280,8 +280,8 @@ class Swap(Outcome):
     """Numbers that a swapped head stores for a window, mean over sites: m·(value_dim + 1) if it stores running sums
     over m features, else head_dim + value_dim for each token, or for each key that a filter keeps."""
     cache_bytes_per_token: Pair | None = None
-    """Size of the key-value cache of the swapped heads; None unless these are heads of the decoder's self-attention,
-    the kernel stores every key with fewer numbers (`rank`), and no other head reads the same keys."""
+    """Bytes per token in the swapped heads' key-value cache; None unless these are heads of the decoder's
+    self-attention, the kernel stores every key with fewer numbers (`rank`), and no other head reads the same keys."""
     controls: list[Control] = []
     sweep: list[Effect] = []  # Each head or layer swapped alone, the most harmful first
     predictors: list[Predictor] = []  # Correlation of each measure with the effects of single heads, smallest p first

@@ -43,7 +43,7 @@ class Call:
 
     @property
     def key_heads(self) -> tuple[int, ...]:
-        """Number of each query head's key head in the module."""
+        """Number, within the module, of the key head that each query head reads."""
         return self.selected or tuple(head // self.group for head in range(self.query.shape[1]))
 
     @property

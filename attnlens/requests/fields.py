@@ -114,7 +114,7 @@ def details(field: FieldInfo) -> Details:
 
 
 def alternatives(hint: object) -> tuple[type, ...]:
-    """Return the members of a union type without their validators; for another type, a tuple of that type."""
+    """Return the members of a union type, or a non-union type as the only member, without validators."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return tuple(part.__origin__ if get_origin(part) is Annotated else part for part in parts)
 

@@ -320,7 +320,7 @@ class InspectRequest(WorkRequest, SeriesRequest):
 
 
 def place_weights(options: dict[str, object], places: Mapping[object, dict[str, object]]) -> dict[str, object]:
-    """Return the options; if the value of `device` is in `places`, replace `device` by the options it stands for."""
+    """Return the options; if the value of `device` is in `places`, replace `device` with the options it stands for."""
     place = options.get("device")
     if not isinstance(place, str) or place not in places:
         return options

@@ -140,7 +140,7 @@ class RanksRequest(KeptRequest, KernelRequest):
     )
     latents: LatentForm | None = option(
         "Form of the compressed keys (latents): `group=N|all` (key heads per latent), `rotation=before|after` (keys "
-        "before or after RoPE), `metric=attention|output` (weight the errors of scores by the attention weights, or "
+        "before or after RoPE), `metric=attention|output` (weight the errors in scores by the attention weights, or "
         "also by the effect of the scores on the predictions); join with commas.",
         metavar="FORM",
         shown="the best form on calibration text",
@@ -214,10 +214,7 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
 
 
 def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, RanksRequest]:
-    """Return the kernel `rank` in a list, the plan of --ranks, and the request with the plan's options added.
-
-    Raise UsageError for contradictions.
-    """
+    """Return [kernel], the plan of --ranks, and the request with the plan's options. Raise UsageError if invalid."""
     plan, request = _read_plan(request)
     return _parse_kernels([_unlimited(request.latents if plan is None else plan.form)], request), plan, request
 
@@ -225,7 +222,7 @@ def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, Rank
 def heal_kernels(
     kernel: str | Sequence[str] | None, request: HealRequest
 ) -> tuple[list[Kernel], Plan | None, HealRequest]:
-    """Return the kernel in a list, the plan and the request, like `rank_kernels`; raise UsageError if they conflict."""
+    """Return [kernel], the plan of --ranks, and the request with the plan's options. Raise UsageError if invalid."""
     plan, request = _read_plan(request)
     spellings = list(dict.fromkeys(words("kernel", (BUDGETED if plan else KERNEL) if kernel is None else kernel)))
     if len(spellings) != 1:

@@ -48,8 +48,7 @@ SAVED = opt.argument("saved", "A report written by --json.", str, "REPORT")
 
 @opt.with_options(WHAT | PART | opt.PRINTED_MARKDOWN | opt.DEBUG)
 def list_(context: typer.Context) -> None:
-    """List kernels, analyzers, measures, or model types with their level of support; or print the JSON Schema of
-    reports."""
+    """List kernels, analyzers, measures, or model types with their level of support; or print the JSON Schema."""
     what = context.params["what"]
     kind = None if what is None else checked_name("list", what, LISTED)
     if kind == "schema":
@@ -87,8 +86,7 @@ def list_(context: typer.Context) -> None:
 
 @opt.with_options(EXPLAINED | opt.PRINTED_MARKDOWN | opt.DEBUG)
 def explain(context: typer.Context) -> None:
-    """Explain a measure, kernel or term: formula, range, null distribution, standard error, source, and
-    interpretation."""
+    """Explain a measure, kernel or term: formula, range, null distribution, standard error, source, interpretation."""
     from attnlens.report.sections.reference import explanation
 
     _print([explanation(" ".join(context.params["name"]))], markdown=context.params["markdown"])

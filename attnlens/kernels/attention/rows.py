@@ -146,7 +146,7 @@ def position_error(reason: str) -> UsageError:
 
 
 def by_whole(call: Call, kernel: Kernel) -> Outputs:
-    """Compute softmax(X) v of each sequence's real tokens, in O(T²) memory; padded rows are zero.
+    """Compute softmax(X) v for each sequence's real tokens, in O(T²) memory; padded rows are zero.
 
     X is the part of log k + bias that the kernel's tie keeps; the tie needs whole sequences.
     """
@@ -244,7 +244,7 @@ def _positions(call: Call, kernel: Kernel) -> Positions | None:
 
 
 def _tiles(call: Call, reach: int | None) -> list[slice]:
-    """Split the queries into slices of at least 16 rows, whose tiles otherwise fit in TILE_BYTES (TILE_BYTES_ON_GPU).
+    """Split the queries into slices whose tiles fit in TILE_BYTES (TILE_BYTES_ON_GPU); 16 rows are always allowed.
 
     With `reach`, a slice has at most max(reach, 64) rows.
     """

@@ -1,4 +1,4 @@
-"""Attention under kernels of the score, with or without filters, by compiled FlexAttention on a GPU."""
+"""Attention for kernels that are functions of the score, with or without filters, by FlexAttention on a GPU."""
 
 from __future__ import annotations
 

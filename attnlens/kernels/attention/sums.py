@@ -271,17 +271,14 @@ def whole_reach(call: Call) -> Reach:
 
 
 def by_primal(call: Call, kernel: Kernel) -> Sums:
-    """Compute W_c[e_i; r_i] + b from the e- and r-scores of every token i, without values.
-
-    See Chen et al. 2023, Eq. 6 and section 3.3.
-    """
+    """Compute W_c[e_i; r_i] + b from the scores e_i and r_i of every token i (Chen et al. 2023, Eq. 6, section 3.3)."""
     query, key, _ = features(call, int(kernel.parameters.get("samples", 0)))
     output: Tensor = kernel.info.function(query, key, **kernel.parameters, **kernel.fitted)
     return output.to(call.query.dtype)
 
 
 def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
-    """Compute one primal layer's penalty, averaged over sequences; the loss contains η times the penalty."""
+    """Compute one primal layer's regulariser, averaged over sequences; its weight in the loss is η."""
     query, key, real = features(call, int(kernel.parameters.get("samples", 0)))
     names = ("query_map", "key_map", "log_multipliers")
     query_map, key_map, log_multipliers = (kernel.fitted[name].to(query) for name in names)
