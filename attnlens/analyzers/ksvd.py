@@ -168,7 +168,7 @@ def measure_tokens(query_key: QueryKey) -> Readings:
 
 
 def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
-    """Compute s = rank90 of K(I − 11ᵀ/n), and the share of the values' variance along its s leading right vectors.
+    """Compute the rank90 s of K(I − 11ᵀ/n), and the share of the values' variance in its s leading right directions.
 
     The share is NaN if the values are unknown or s is NaN. K and V are both centred over keys. Otherwise, K's leading
     singular vector could be nearly constant, and so nearly orthogonal to the centred values.

@@ -158,7 +158,7 @@ SolvedBySpace = dict[Space, Solved]  # results by space, for a head or for one d
 
 @dataclass(frozen=True)
 class StoredSequence:
-    """Queries, keys and token counts of one sequence, as stored by a Selector."""
+    """Queries, keys and counts of equal tokens of one sequence, as stored by a Selector."""
 
     sequence: int  # index of the sequence among all sequences read
     query: Float[Tensor, "heads queries head_dim"]  # queries, or inputs extended by a 1, (1, n, d_model + 1)
@@ -191,7 +191,7 @@ class Selector:
         self.spaces: tuple[Space, ...] = ("projected",) if isinstance(place.form, str) else SPACES
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
-        """Record each head's share of decided queries (p_max ≥ ½) in a sequence; store the sequence if it fits."""
+        """Record each head's share of decided queries (p_max ≥ ½); store the sequence if MOST_TOKENS allows it."""
         parts = self._read_parts(query_key, sequence)
         for index, head in enumerate(query_key.heads):
             sink = None if query_key.sinks is None else float(query_key.sinks[index])
@@ -296,7 +296,7 @@ class Selector:
         }
 
     def _answer(self, head: int, solutions: SolvedBySpace, *draws: SolvedBySpace) -> Answer:
-        """Build a head's answer from its solutions and those of its null."""
+        """Build a head's answer from its own solutions and those of the random heads of its null, `draws`."""
         site, first = self.place.site, self.spaces[0]
         measures = {info.name: _measure(info.name.partition(".")[2], solutions[first]) for info in PROBLEM_MEASURES}
         kinds = [info.name for info in SPACE_MEASURES if not info.curve]

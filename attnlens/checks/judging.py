@@ -324,7 +324,7 @@ def aggregate(values: Iterable[float], rule: Rule) -> float | None:
 def _breaking_heads(
     heads: Sequence[tuple[Head | Breach, float]], rule: Rule, number: float | None
 ) -> list[tuple[Head | Breach, float]]:
-    """Return the heads (or blocks) that break the rule, worst first; [] if a failure cannot be attributed to them."""
+    """Return the heads (or blocks) that break the rule, worst first; [] if no single head causes the failure."""
     comparison, by = rule.comparison, rule.share or rule.comparison
     if rule.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high

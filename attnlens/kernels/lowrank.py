@@ -374,7 +374,7 @@ def share_keys(
     trainable=("query_map", "key_map", "offset"),
 )
 def low_rank(score: Float[Tensor, "*scores"], **_maps: object) -> Float[Tensor, "*scores"]:
-    """The exponential kernel of the best rank-r logits; for r ≥ head_dim, the model's own kernel."""
+    """The exponential of the best rank-r approximation of the logits; for r ≥ head_dim, the model's own kernel."""
     return score
 
 

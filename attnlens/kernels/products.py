@@ -155,7 +155,7 @@ def hard(score: Score) -> Score:
 
 
 class OriginFit:
-    """Fit of each head's origin b, with distances ‖q + b − k‖: minimises Σ(s⟨q, k⟩ − log k(q, k))².
+    """Fit of each head's origin b in the distance ‖q + b − k‖: minimises Σ(s⟨q, k⟩ − log k(q, k))².
 
     Both terms are row-centred. Pairs are weighted half by attention, half uniformly. For a given γ, the fit is
     the regression of ½‖k‖² + (1 − 2γ)/(2γ)·⟨q, k⟩ on k, both row-centred.

@@ -107,7 +107,7 @@ def _parse_number(name: str, parameter: KernelParameter, word: str) -> float:
 
 
 def _suggest_spelling(name: str, parameters: Sequence[KernelParameter]) -> str:
-    """Return the remedy for a wrong parameter: an example of the spelling."""
+    """Return the remedy for a wrong parameter: an example of the correct spelling."""
     if not parameters:
         return f"Write `{name}` without parameters."
     if modifier := FILTERS.get(name) or HYBRIDS.get(name):
@@ -210,7 +210,7 @@ def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
 
 
 def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
-    """Return the largest number of keys that one of `shape.tokens` queries sees through filter and causal mask."""
+    """Return the largest number of keys that any of `shape.tokens` queries sees under the filter and causal mask."""
     places = torch.arange(shape.tokens)
     counts = []
     for rows in torch.split(places, 1024):  # in parts, because the text may be long

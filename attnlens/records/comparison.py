@@ -16,7 +16,7 @@ from attnlens.records.swaps import Outcome
 
 
 class Breach(Record):
-    """A head, or a block of a comparison, that breaks a rule."""
+    """A head, or a block of a comparison, that fails a check."""
 
     site: str  # Path of the attention module, or of the block
     layer: Count
@@ -28,7 +28,7 @@ class Breach(Record):
 
 
 class Check(Record):
-    """Outcome of one rule."""
+    """Outcome of one rule, or of a comparison with a baseline or recomputed values."""
 
     id: str  # Identifier that does not contain the rule's bounds: subject, aggregate, operator, filters
     rule: str  # The rule as written: `tokens.entropy: min > 0.05 @layers 0-3`
@@ -203,7 +203,7 @@ class Comparison(Record):
 
 
 def heads_with_changes(comparison: Comparison, heads: Sequence[Head]) -> list[Head]:
-    """Return the first model's heads; the measures are the changes (`change.…`) and the second model's values."""
+    """Return the first model's heads with the changes (`change.…`) and their partners' values as measures."""
     changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
     for row in comparison.rows:
         name = row.measure if row.measure.startswith(DISTANCE) else f"{CHANGE}{row.measure}"

@@ -143,7 +143,7 @@ class Settings(Record):
     notes: list[str] = []  # Facts about the input that readers must know, one sentence each
 
     def freedom(self, count: int) -> int:
-        """Return the degrees of freedom of a standard error: `count` − 1, or the number of texts − 1."""
+        """Return a standard error's degrees of freedom: `count` − 1, or the number of texts − 1 if it is over texts."""
         return (len(self.texts) if self.intervals == "texts" else count) - 1
 
     @property
@@ -206,7 +206,7 @@ CHOSEN_BY = "the plan was written by an older attnlens, which measured the rise 
 
 
 def convert_plan(plan: object) -> object:
-    """Convert a plan of version 1; a `promised` rise on the text used to choose the ranks becomes `estimated`."""
+    """Convert a plan of version 1; if it lacks an `estimated` rise, its `promised` rise becomes the `estimated` one."""
     if not isinstance(plan, Mapping):
         return plan
     converted = {**convert_settings_in(plan), "schema_version": "2"}

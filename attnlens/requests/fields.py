@@ -91,7 +91,7 @@ class Details(TypedDict, total=False):
     most: int  # Largest allowed number
     call_only: CallOnly
     """Reason why a defaults file, which may belong to an untrusted model, must not set the option: the option is
-    `dangerous`, or names what is `read` or `written`."""
+    `dangerous`, or names a file or folder that is `read` or `written`."""
     noun: str  # Noun for the option's allowed words in messages; by default the option's name
     typed: object  # Type that typer parses, if the annotation does not imply it
     python_only: bool  # True for a keyword of the Python function that no command offers

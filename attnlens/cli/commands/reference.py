@@ -86,7 +86,8 @@ def list_(context: typer.Context) -> None:
 
 @opt.with_options(EXPLAINED | opt.PRINTED_MARKDOWN | opt.DEBUG)
 def explain(context: typer.Context) -> None:
-    """Explain a measure, kernel or term: formula, range, null distribution, standard error, source, interpretation."""
+    """Explain a measure, kernel or term: formula, range, null distribution, standard error, source, and
+    interpretation."""
     from attnlens.report.sections.reference import explanation
 
     _print([explanation(" ".join(context.params["name"]))], markdown=context.params["markdown"])

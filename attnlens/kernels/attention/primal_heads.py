@@ -1,4 +1,4 @@
-"""Primal-Attention as a torch module: e- and r-scores of every token, a linear map of both, and the loss J."""
+"""Primal-Attention as a torch module: e- and r-scores of every token, a linear map of both, and the objective J."""
 
 from __future__ import annotations
 

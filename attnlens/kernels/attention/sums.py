@@ -237,7 +237,7 @@ def features(call: Call, samples: int = 0) -> tuple[Features, Features, Real]:
 
     φ normalises queries and keys or, under a causal mask, their means over tokens 0 … i. F is the identity or, if
     `samples` > 0, that many evenly spaced rows of φ(k) (in the paper, of the input). Raises UsageError for
-    cross-attention, a key-value cache, masks other than causality and padding, and samples under a causal mask.
+    cross-attention, a key-value cache, masks other than causal and padding masks, and samples under a causal mask.
     """
     causal, real = whole_reach(call)
     return *cosine_features(call.query, call.paired_key, real, causal=causal, samples=samples), real
