@@ -92,7 +92,7 @@ class ShardFinished(Exception):  # noqa: N818  # not an error: the run ends as r
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
-"""Exceptions that a forward pass can raise if the model does not support it."""
+"""Exceptions that a model can raise in a forward pass that it does not support."""
 
 
 def is_memory(error: BaseException) -> bool:

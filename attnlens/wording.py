@@ -153,7 +153,7 @@ def big(number: int) -> str:
 
 
 def group_pairs(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Group pairs by their first element, and return the second elements of each group in the order of the pairs."""
+    """Return the second elements of the pairs, grouped by the first element, in the order of the pairs."""
     groups: dict[K, list[V]] = {}
     for first, second in pairs:
         groups.setdefault(first, []).append(second)

@@ -124,7 +124,7 @@ def _variable_of(error: typer.BadParameter) -> str:
 
 
 def _find_replacement(problem: str) -> str | None:
-    """Return the remedy for an option or command that was renamed, removed, or exists only in Python; else None."""
+    """Return the remedy for an option or command that was renamed or removed or exists only in Python; else None."""
     if problem.startswith("--windows must be a whole number"):
         return "Give the number of windows; --placement sets the position of windows."
     unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)

@@ -144,7 +144,7 @@ def linear(score: Score) -> Score:
 
 @kernel(
     "hard",
-    formula="β·s⟨q, k⟩ as β → ∞: all weight on the largest score",
+    formula="β·s⟨q, k⟩ as β → ∞: all weight on the key with the largest score",
     source="Tarzanagh et al. 2023 (Att-SVM's limit)",
     **SCORE | {"features": "none"},
     hard=True,

@@ -145,7 +145,7 @@ class Site:
         return str(self.layer) if self.number is None else f"{self.part}.{self.number}"
 
     def is_among(self, layers: Collection[int | str] | None) -> bool:
-        """Return True if `layers` contains the layer as `decoder.2`, or as 2 (of any part), or is None (all layers)."""
+        """Return True if `layers` is None (all) or contains the layer, as `decoder.2` or as 2 (layer 2 of any part)."""
         number = self.layer if self.number is None else self.number
         return layers is None or number in layers or f"{self.part}.{number}" in layers
 

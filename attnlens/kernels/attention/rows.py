@@ -200,10 +200,10 @@ def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tens
     """Compute softmax(log k(q, k) + bias, over the allowed keys) for the queries `rows`, in float32 or better.
 
     The weight of a sink is not returned, so rows then sum to less than 1. A signed kernel gives k · exp(bias) / Σ,
-    which is not finite if the sum is zero. A hard kernel gives weight 1 to the first key with the largest score. Rows
-    that see no key are uniform, or zero if the model has sinks or the kernel's tie needs whole sequences. Raises
-    UsageError for a tie if queries and keys differ in number, and for a filter or hybrid if the queries' positions
-    among the keys are unknown.
+    which is not finite if the sum is zero. A hard kernel gives weight 1 to the first key with the largest score. The
+    row of a query that sees no key is uniform, or zero if the model has sinks or the kernel's tie needs whole
+    sequences. Raises UsageError for a tie if queries and keys differ in number, and for a filter or hybrid if the
+    queries' positions among the keys are unknown.
     """
     call, kernel = kernel.prepare_call(call)
     if kernel.part is not None:
