@@ -7,7 +7,7 @@
 `inspect`, `compare`, `swap_kernel`, `find_ranks`, `heal`, `converge_synthetic`, `converge_head`,
 `converge_checkpoints`, `reproduce` and `doctor` return a `Report`; `check` checks a report against rules. `read_report`
 reads a report from its file, and `read_plan` reads a plan of ranks. `load` loads a model once for several calls, and
-`load_swapped` loads a model saved with another kernel. `Lens` wraps a model and offers these analyses as methods.
+`load_swapped` loads a model saved with a different kernel. `Lens` wraps a model and offers these analyses as methods.
 For a model in memory, `capture` returns the queries and keys, and `replaced` replaces the kernel temporarily.
 With `analyzer`, `kernel`, `MeasureInfo` and `KernelParameter`, you define your own measures and kernels.
 

@@ -31,7 +31,7 @@ SAY_DATASETS = f"Write {DATASETS}OWNER/NAME,config=C,split=S,column=T; config, s
 
 RENAMED = {"tokens": "length", "sequences": "windows", "png": "figure", "all_heads": "table"}  # Old name → new name
 OTHER_NAMES = RENAMED | {"gaussian": "rbf", "gauss": "rbf", "softmax": "exponential", "local": "window"}
-"""Unknown name → name to suggest: new names of options, and kernels that other tools name differently."""
+"""Unknown name → name to suggest, for renamed options and for kernels with different names in other tools."""
 _ONE_AT_A_TIME = RLock()  # Calls must not overlap: they replace the model's attention, and torch can't nest forward AD
 
 
@@ -54,7 +54,7 @@ def checked_name(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a public function: check its arguments, and run one call at a time, with torch's default settings."""
+    """Wrap a public function: refuse unknown or missing arguments; run one call at a time under torch's defaults."""
     expected = signature(function)
     request = getattr(function, "options", ())
     names = [name for name, parameter in expected.parameters.items() if parameter.kind is not Parameter.VAR_KEYWORD]
@@ -116,7 +116,7 @@ def path(what: str, value: object) -> str:
 
 
 def names_report(name: str) -> bool:
-    """Return True if `name` refers to a report: a `.json` path, an open file (/dev/stdin), or any file but a model."""
+    """Return True if `name` is a `.json` path, an open file (/dev/stdin), or any existing file except a model file."""
     is_file = os.path.isfile(name) and not name.endswith(MODEL_FILES)  # noqa: PTH113  # never raises
     return is_file or name.endswith(".json") or name.startswith(OPEN_FILES)
 
@@ -177,10 +177,7 @@ class Budget(NamedTuple):
 
 
 def budget(words: str) -> Budget:
-    """Parse `loss:1%` or `ppl:2%`.
-
-    Raise UsageError for anything else, and for budgets that are not positive and finite.
-    """
+    """Parse `loss:1%` or `ppl:2%`. Raise UsageError for anything else, or if the budget is not positive and finite."""
     plain = words.replace(" ", "") if isinstance(words, str) else ""
     match = re.fullmatch(r"(loss|ppl):([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)%", plain)
     if match is None:
@@ -192,7 +189,7 @@ def budget(words: str) -> Budget:
 
 
 class DatasetRows(NamedTuple):
-    """Rows of a dataset that are read as a text."""
+    """Source of a text in a dataset: the dataset's name, configuration, split and column."""
 
     name: str  # Name on the hub, or a folder of data files
     config: str | None = None
@@ -245,7 +242,7 @@ def refuse_replacing(
     present: Callable[..., object],
     remedy: str = "Choose another name, or pass replace=True to the decorator.",
 ) -> None:
-    """Raise UsageError if registering `function` would replace `present`, unless one module or file defines both."""
+    """Raise UsageError if `function` would replace `present`, unless attnlens, or one module or file, defines both."""
     new, old = (re.sub(r"^attnlens\..*", "attnlens", each.__module__) for each in (function, present))
     files = [getattr(getattr(each, "__code__", None), "co_filename", each) for each in (function, present)]
     if new != old and files[0] != files[1]:

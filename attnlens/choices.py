@@ -1,4 +1,4 @@
-"""Allowed values of options. This module imports no other module of attnlens, so that all of them can import it."""
+"""Allowed values of options. This module imports no other module of attnlens, so that any of them can import it."""
 
 from typing import Literal, get_args
 
@@ -24,10 +24,10 @@ KERNEL, BUDGETED = "rbf", "rank"  # Default kernel of a swap, and the kernel tha
 SHOWN = "selection"  # Analyzer that --show prints for a head; a series of checkpoints also runs this analyzer
 ATTENTION = "attention"  # Value of --show that draws the attention of many heads on one sequence
 ControlRole = Literal["same size", "one key", "floor", "filter alone", "without filter", "far part, healed"]
-"""Simple alternative to a swapped kernel. `same size`: attend to the first and nearest tokens, as many as the kernel
+"""Simple alternative to a swapped kernel. `same size`: attend to as many of the first and nearest tokens as the kernel
 caches (64 if unbounded); `one key`: attend to the key with the largest score; `floor`: attend to all keys equally;
 `filter alone`: apply the kernel's filter to the model's kernel; `without filter`: omit the filter; `far part, healed`:
-apply a hybrid's trained far part to all keys."""
+apply a hybrid kernel's trained part for distant keys to all keys."""
 HealingUnit = Literal["steps", "tokens", "seconds"]  # Unit in which the length of training is given
 HealingGoal = Literal["teacher", "text"]  # Training target: the original model's predictions, or the text's tokens
 HealingStage = Literal["transfer", "whole"]  # Train each site on the original model's inputs, or the whole model

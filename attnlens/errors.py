@@ -14,7 +14,7 @@ class AttnlensError(Exception):
     """Error with a problem and a remedy, one line each; commands that raise it exit with code 2."""
 
     code = "usage"
-    """Stable name of the kind of error, in the JSON that `--json -` writes on failure."""
+    """Stable name of the kind of error, used in the JSON that `--json -` writes on failure."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"{problem}\n{remedy}")
@@ -92,7 +92,7 @@ class ShardFinished(Exception):  # noqa: N818  # not an error: the run ends as r
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
-"""Exceptions that a forward pass can raise if the model does not support it."""
+"""Exceptions that a model can raise in a forward pass that it does not support."""
 
 
 def is_memory(error: BaseException) -> bool:

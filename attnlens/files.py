@@ -118,7 +118,7 @@ def read_toml(path: Path, tables: Iterable[Sequence[str]], remedy: str) -> dict[
 
 
 def local_path(path: object, name: str = "path") -> Path:
-    """Return the path of a local file or folder. Raise UsageError for an address (`s3://…`) or another type."""
+    """Return the path of a local file or folder. Raise UsageError for an address (`s3://…`) or a non-path."""
     if not isinstance(path, str | Path):
         raise UsageError(f"{reprlib.repr(path)} is not a path.", "Give a string or a path object.")
     if "://" in str(path):
@@ -132,7 +132,7 @@ def with_home(path: str) -> Path:
 
 
 def shorten_text(text: str) -> str:
-    """Format a text on one line; shorten more than 300 characters by omitting the middle."""
+    """Format a text on one line; if it is longer than 300 characters, omit the middle."""
     line = " ".join(text.splitlines())
     return line if len(line) <= 300 else f"{line[:150]}…{line[-149:]}"
 

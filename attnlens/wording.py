@@ -61,7 +61,7 @@ def title_of(name: str) -> str:
 
 
 def decimals_for(values: Iterable[float], figures: int = 3) -> int:
-    """Return the number of decimals that show `figures` significant digits of the number of largest absolute value.
+    """Return the number of decimals that show `figures` significant digits of the largest absolute value.
 
     Return 0 if all numbers are integers below 1e6, and SCIENTIFIC if the largest is below 1e-4 or at least 1e6.
     """
@@ -153,7 +153,7 @@ def big(number: int) -> str:
 
 
 def group_pairs(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Group pairs by their first element, and return the second elements of each group in the order of the pairs."""
+    """Return the second elements of the pairs, grouped by the first element, in the order of the pairs."""
     groups: dict[K, list[V]] = {}
     for first, second in pairs:
         groups.setdefault(first, []).append(second)

@@ -1,4 +1,4 @@
-"""Analyzers that run only on request: change by an adapter, scores of hidden pairs, number of kernel features."""
+"""Analyzers that run only on request: effect of an adapter, scores of masked pairs, number of kernel features."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ adapter_measure = partial(MeasureInfo, low=0, self_only=False, missing=NO_ADAPTE
 ADAPTER = (
     adapter_measure(
         "adapter.change",
-        "relative change of M due to the adapter; under RoPE, M at equal positions",
+        "relative change in M due to the adapter; under RoPE, M at equal positions",
         "‖M' − M‖_F/‖M‖_F, M of the base and M' with the adapter",
         headline=True,
         ends="largest",
@@ -21,7 +21,7 @@ ADAPTER = (
     ),
     adapter_measure(
         "adapter.change_rank",
-        "rank of the change of M due to the adapter; at most 2r if queries and keys are adapted",
+        "rank of the change in M due to the adapter; at most 2r if queries and keys are adapted",
         "number of σ(M' − M) above eps·n·max(‖M‖_F, ‖M' − M‖_F)",
         use="Below 2r, the adapter does not use its full rank r.",
     ),
@@ -68,7 +68,7 @@ EXTENDED = tuple(
 def split_all_pairs(query_key: QueryKey) -> Readings:
     """Which kernel do a head's scores form if extended to pairs that the model never compares? (Not identified.)
 
-    L contains s⟨q_i, k_j⟩ of all pairs of a window's tokens, including hidden pairs; J = I − 11ᵀ/n removes row means,
+    L contains s⟨q_i, k_j⟩ for all pairs of a window's tokens, including masked pairs; J = I − 11ᵀ/n removes row means,
     and S and A are the symmetric and skew parts of L.
     """
     if query_key.site.part == "cross":
@@ -92,7 +92,7 @@ taylor_order = partial(MeasureInfo, low=0, high=LARGEST, missing=BEYOND, self_on
 
 
 def _by_chance(info: MeasureInfo) -> MeasureInfo:
-    """Build the MeasureInfo of a measure's value for random queries and keys, which is not identified."""
+    """Build the MeasureInfo of the null of a measure: its value for random queries and keys."""
     return replace(
         info,
         name=f"{info.name}_by_chance",
@@ -142,9 +142,9 @@ def count_features(query_key: QueryKey) -> Readings:
     mean_i is over queries that see two keys or more. The Taylor order is that of Wright & Gonzalez, whose series uses
     the uncentred scores. Adding c to every key adds s⟨q, c⟩ to a query's scores; softmax ignores this term and the
     series does not, so only the centred order is identified. The rank is the smallest found among kernels that
-    approximate the visible weights, with any values at hidden pairs. Windows in which no order suffices are left out of
-    the mean over windows, which is then too small; n is the number of remaining windows. The values by chance use one
-    draw of normal queries and keys for all windows.
+    approximate the visible weights, whatever their values at masked pairs. Windows in which no order suffices are left
+    out of the mean over windows, which is then too small; n is the number of remaining windows. The `_by_chance` values
+    use one draw of normal queries and keys for all windows.
     """
     readings: Readings = {}
     for suffix, queries_keys in (("", query_key), ("_by_chance", linalg.gaussian_like(query_key))):

@@ -35,7 +35,7 @@ cosine_measure = partial(
 
 
 def _curves(matrix: str, words: str, symbol: str) -> list[MeasureInfo]:
-    """Build the MeasureInfos of the cumulative sums of a matrix's singular values and of their squares."""
+    """Build the MeasureInfos of the cumulative shares of a matrix's singular values and of their squares."""
     of_attention = symbol.startswith("P")
     return [
         share(
@@ -87,7 +87,7 @@ TOKENS = (
     cosine_measure(
         "ksvd.value_alignment",
         "share of the values' variance in the s leading right singular directions of the cosine kernel minus its "
-        "row means, s = centred_rank90; by chance s/(n − 1) for n keys (not identified)",
+        "row means, s = centred_rank90; s/(n − 1) is expected by chance for n keys (not identified)",
         "‖H_rᵀV‖²/‖V‖², V centred over tokens, H_r of K(I − 11ᵀ/n): both K and V are centred",
         missing=f"the values are unknown or all equal; {ONE_KEY}",
         high=1,
@@ -168,7 +168,7 @@ def measure_tokens(query_key: QueryKey) -> Readings:
 
 
 def _alignment(query_key: QueryKey, centred: Dual) -> Readings:
-    """Compute s, the rank90 of K(I − 11ᵀ/n), and the share of the values' variance in its s leading right directions.
+    """Compute the rank90 s of K(I − 11ᵀ/n), and the share of the values' variance in its s leading right directions.
 
     The share is NaN if the values are unknown or s is NaN. K and V are both centred over keys. Otherwise, K's leading
     singular vector could be nearly constant, and so nearly orthogonal to the centred values.

@@ -1,4 +1,4 @@
-"""Decorators that register analyzers, the interface of analyzers, and the metadata of measures."""
+"""Registration and look-up of analyzers, their interface, and the metadata of measures."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from attnlens.records import Measure, QueryKey, Selection, Site, Source
 
     Readings = dict[str, Float[Tensor, "*batch heads"] | Float[Tensor, "*batch heads steps"]]
-    """Measures and curves by qualified name; NaN for a missing value."""
+    """Measures and curves, keyed by qualified name; NaN marks a missing value."""
 else:  # analyzers import both names, and importing the registry must not load torch
     torch, linalg = LazyModule("torch"), LazyModule("attnlens.maths.linalg")
     Readings = dict
 
 Function = TypeVar("Function", bound=Callable[..., object])
-NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention give other values."
+NOT_IDENTIFIED = "Not identified: other queries and keys with the same attention give different values."
 NULLS = {  # meaning of a null's value, by kind of null
     "factors": "the value expected by chance (random W_Q, W_K of the same shape)",
     "rotations": "the value expected by chance (the head randomly rotated)",
 }
 NULL_DRAWS = {"factors": 64, "rotations": 8}
-"""Number of random heads for each kind of null. With 64 heads, the mean has an error of 1/8 sd, and the sd of 9 %."""
+"""Number of random heads per null distribution. With 64, the standard errors are 1/8 sd (mean) and 9 % (sd)."""
 
 
 @dataclass(frozen=True)
 class MeasureInfo:
-    """Description of a measure: its name, meaning, range and null, and the reason why a value can be missing."""
+    """Description of a measure: name, meaning, range, null distribution, and the reason why a value can be missing."""
 
     name: str  #: Name qualified by source: `weights.symmetry`
     meaning: str  #: Meaning in one line of plain words
@@ -58,7 +58,7 @@ class MeasureInfo:
     headline: bool = False  #: True if the measure comes first in tables and in the overview
     identified: Literal["everywhere", "all pairs", "nowhere"] = "everywhere"
     """Heads whose attention determines the measure. everywhere: all heads. all pairs: heads that see all pairs; other
-    heads have no value. nowhere: none, because other queries and keys with the same attention have other values."""
+    heads have no value. nowhere: none, because queries and keys with the same attention can have different values."""
     wholes: tuple[str, ...] = ()  #: Names of the totals to which the measure belongs; parts of a total sum to 1
     by_depth: bool = False  #: True if a curve is plotted separately for the first, middle and last third of the layers
     ends: Literal["", "largest", "both"] = ""  #: Extreme heads to list: `largest` values, or `both` ends; empty: none
@@ -69,14 +69,14 @@ class MeasureInfo:
     use: str = ""  #: Advice on using the result, in a sentence or two
     paper: str = ""  #: Publication with the equation or figure; empty if unpublished
     sized_by: str = ""
-    """Quantity that determines the size of the measure (`head_dim`): models can be compared only if it is equal. The
-    length of windows, on which all tokens.* depend, is not listed."""
+    """Quantity that affects the value (such as `head_dim`), so that only models in which it is equal are comparable.
+    The length of the windows, which affects all tokens.* measures, is not listed."""
 
     @property
     def caution(self) -> str:
         """Caveat for a measure that is not identified in all heads; empty for other measures."""
         if self.identified == "all pairs":
-            return "Identified for heads that see all pairs; others have no value."
+            return "Identified for heads that see all pairs; other heads have no value."
         return "" if self.identified == "everywhere" else NOT_IDENTIFIED
 
 
@@ -102,7 +102,7 @@ BETWEEN_ROWS = (  # distances between the models' attention rows on the same win
 BETWEEN_FORMS = (  # distances between the weights
     distance(
         FORMS,
-        "relative change of the form M; under RoPE, M at equal positions",
+        "relative change in the form M; under RoPE, M at equal positions",
         "‖M' − M‖_F/‖M‖_F",
         missing="M is 0 in both models, or unreadable in one of them",
         headline=True,
@@ -115,7 +115,7 @@ BETWEEN_FORMS = (  # distances between the weights
             f"largest principal angle between the column spaces of {matrix} and {matrix}'",
             high=90,
             use=f"Near 90, the {readers} no longer read one of the original directions; near 0 with a large "
-            "compare.form_change, they read the same directions with other weights.",
+            "compare.form_change, they read the same directions with different weights.",
         )
         for name, readers, matrix in ((QUERY_ANGLE, "queries", "W_Q"), (KEY_ANGLE, "keys", "W_K"))
     ),
@@ -124,7 +124,7 @@ DISTANCES = (*BETWEEN_ROWS, *BETWEEN_FORMS)  # each is 0 between equal heads
 NAMED = distance(  # shown on pages and usable in rules, like the changes
     "compare.named",
     "number of the head's significant changes",
-    "#{q ≤ the false-discovery rate}, q adjusted over everything that is compared",
+    "#{q ≤ the false-discovery rate}, q adjusted over all comparisons",
     missing="not a number",
 )
 
@@ -150,7 +150,7 @@ class Analyzer(Named):
     brief: tuple[str, Callable[[QueryKey], Readings]] | None = None  # the measure that sweeps compute, and its function
 
     def read(self, query_key: QueryKey) -> Readings:
-        """Compute the measures; raise UsageError for an undeclared measure, a wrong type or a wrong shape."""
+        """Compute the measures; raise UsageError if one is undeclared or has a wrong type or shape."""
         readings = self.function(query_key)
         remedy = "Return {measure: tensor of shape (…, heads)}; for a curve, the shape is (…, heads, steps)."
         if not isinstance(readings, dict):
@@ -176,7 +176,7 @@ class GatheringPlace:
 
     site: Site  # site that the gatherer reads
     form: QueryKey | str = "M on the module's inputs is not known"
-    """M on the module's inputs x, extended by a 1, with the factors [W_Q; b_Q] and [W_K; b_K] of every head. If the
+    """The heads' forms M on the module's inputs x extended by a 1, with factors [W_Q; b_Q] and [W_K; b_K]. If the
     logits are not bilinear in x (RoPE, QK-norm, cross-attention), `form` is a string with the reason."""
     seed: int = 0  # random seed
     top_p: float | None = None  # a query selects the fewest tokens with at least this total weight; None: one token
@@ -200,7 +200,7 @@ class Gatherer(Protocol):
     """Object that accumulates the sequences of a site to answer one question."""
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
-        """Add one sequence without padding; `query_key` comes from tokens and has one batch axis of length 1.
+        """Add the queries and keys of one sequence, without padding and with one batch axis of length 1.
 
         `sequence` is the index of the sequence among all sequences read. `query_key` contains only requested heads
         whose queries and keys are finite in this sequence.
@@ -212,14 +212,14 @@ class Gatherer(Protocol):
 
 @dataclass(frozen=True)
 class Gathering(Named):
-    """Analyzer that answers one question over several sequences, with an object that accumulates them."""
+    """Analyzer that answers one question about each head from several sequences, which a Gatherer accumulates."""
 
     begin: Callable[[GatheringPlace], Gatherer]  # function that creates the gatherer of one site
     needs_inputs: bool = False  # True if the gatherer needs the modules' inputs and the form M on them
 
 
 _ANALYZERS: dict[tuple[str, Source], Analyzer | Gathering] = {}
-"""Registered analyzers by name and source; importing `attnlens.analyzers` registers the built-in analyzers."""
+"""Registered analyzers, keyed by (name, source); importing `attnlens.analyzers` registers the built-in analyzers."""
 
 
 def analyzer(
@@ -233,10 +233,10 @@ def analyzer(
 ) -> Callable[[Function], Function]:
     """Register a function QueryKey → Readings as the analyzer `name`; its docstring's first line is the question.
 
-    `kind` is the class to create, and `facts` are further fields: `by_default=False` for an analyzer that runs only on
+    `kind` is the class to create; `facts` are its other fields: `by_default=False` for an analyzer that runs only on
     request; `needs_base` for an analyzer that compares a model with and without its adapter; `brief`, the measure that
-    sweeps compute and its function. Raises UsageError if an analyzer of another package or file has one of the
-    measures, or has the same name and source while `replace` is false.
+    sweeps compute and its function. Raises UsageError if an analyzer of another package or file already has one of the
+    measures or, unless `replace` is true, the same name and source.
     """
     infos = tuple(measures)
 
@@ -257,7 +257,7 @@ def analyzer(
 
 
 gathering = partial(analyzer, kind=Gathering)
-"""Register, like `analyzer`, a function GatheringPlace → Gatherer that answers a question over several sequences.
+"""Register, like `analyzer`, a function GatheringPlace → Gatherer that answers a question from several sequences.
 
 Pass `needs_inputs=True` if the gatherer needs the modules' inputs.
 """
@@ -282,7 +282,7 @@ def select_analyzers(names: Iterable[str] = (), source: Sources = "both") -> lis
 
 
 def select_sweep_analyzers() -> list[Analyzer]:
-    """Return the analyzers for sweeps: analyzers with `brief`, reduced to this measure, and others with `by_default`.
+    """Return the analyzers that sweeps run: those with `brief`, each reduced to that measure, and other defaults.
 
     Gatherings are left out.
     """
@@ -317,7 +317,7 @@ def measure_sources() -> dict[str, Source]:
 
 
 def find_measure(name: str) -> MeasureInfo:
-    """Return the MeasureInfo of a measure, curve, distance or change, with empty texts if it is unknown."""
+    """Return the MeasureInfo of a measure, curve, distance or change; its texts are empty if the name is unknown."""
     if name.startswith(CHANGE):
         measure = find_measure(name.removeprefix(CHANGE))
         meaning = f"second − first: {measure.meaning}" if measure.meaning else ""

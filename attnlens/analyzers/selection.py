@@ -88,7 +88,7 @@ SPACE_MEASURES = (  # measures that compare a head with the SVM of one space
         headline=True,
         ends="largest",
         series=3,
-        use="Above its null, the head separates its choices from other tokens by more than chance.",
+        use="Above its null, the head separates its choices from other tokens by more than expected by chance.",
     ),
     selection_measure(
         "svm_cosine",
@@ -123,12 +123,12 @@ SPACE_MEASURES = (  # measures that compare a head with the SVM of one space
 
 
 def qualify_name(what: str, space: Space) -> str:
-    """Return the name of a measure in one space, such as `selection.margin` or `selection.projected_margin`."""
+    """Return the qualified name of a measure in a space: `selection.margin` or `selection.projected_margin`."""
     return f"selection.{'projected_' if space == 'projected' else ''}{what}"
 
 
 def _in_space(info: MeasureInfo, space: Space) -> MeasureInfo:
-    """Build the MeasureInfo of a measure in one space, with the space's symbols in its texts."""
+    """Build the MeasureInfo of a measure in one space; its texts contain the space's symbols."""
     texts = {name: getattr(info, name).format(**WORDS[space]) for name in ("meaning", "formula")}
     behind = sum(other.series > 0 for other in SPACE_MEASURES) * SPACES.index(space)
     name, series = qualify_name(info.name, space), info.series and info.series + behind
@@ -144,7 +144,7 @@ BIASED = "a position bias is added to the scores, so the selection does not depe
 
 @dataclass(frozen=True)
 class Solved:
-    """The results of one selection problem, without its tensors."""
+    """Results of one selection problem, without tensors."""
 
     values: dict[str, float]  # values by measure, without the prefix `selection.` or `selection.projected_`
     reason: str | None  # reason why other measures are missing; None if all have values
@@ -158,7 +158,7 @@ SolvedBySpace = dict[Space, Solved]  # results by space, for a head or for one d
 
 @dataclass(frozen=True)
 class StoredSequence:
-    """The parts of one sequence that a Selector stores."""
+    """Queries, keys and counts of equal tokens of one sequence, as stored by a Selector."""
 
     sequence: int  # index of the sequence among all sequences read
     query: Float[Tensor, "heads queries head_dim"]  # queries, or inputs extended by a 1, (1, n, d_model + 1)
@@ -167,7 +167,7 @@ class StoredSequence:
     place_of: dict[int, tuple[int, int, int]]  # indices in `query`, `key` and `copies`, by head number
 
     def scene(self, head: int) -> Scene:
-        """Return one head's tokens and queries, and the log of each number in `copies`, in float64."""
+        """Build a head's Scene in float64: its tokens, its queries and the logarithms of its `copies`."""
         query, key, copies = self.place_of[head]
         return head_svm.Scene(self.key[key].double(), self.query[query].double(), self.copies[copies].double().log())
 
@@ -175,9 +175,9 @@ class StoredSequence:
 class Selector:
     """Gatherer that stores sequences of one site and solves each head's selection problem in all available spaces.
 
-    A selector stores the first sequence, and further sequences if the total is at most MOST_TOKENS tokens. It stores
-    the module's inputs if M on these inputs is known, otherwise queries and keys. With a position bias, nothing is
-    stored or solved. For the null, each form is rotated randomly on both sides, and the selection is repeated.
+    A selector stores the first sequence, and each further sequence with which the total is at most MOST_TOKENS tokens.
+    It stores the module's inputs if M on these inputs is known, otherwise queries and keys. With a position bias,
+    nothing is solved. For the null, each form is rotated randomly on both sides, and the selection is repeated.
     """
 
     def __init__(self, place: GatheringPlace) -> None:
@@ -191,7 +191,7 @@ class Selector:
         self.spaces: tuple[Space, ...] = ("projected",) if isinstance(place.form, str) else SPACES
 
     def update(self, query_key: QueryKey, sequence: int) -> None:
-        """Record each head's share of decided queries in a sequence; store the sequence if it fits and has no bias."""
+        """Record each head's share of decided queries (p_max ≥ ½); store the sequence if MOST_TOKENS allows it."""
         parts = self._read_parts(query_key, sequence)
         for index, head in enumerate(query_key.heads):
             sink = None if query_key.sinks is None else float(query_key.sinks[index])
@@ -207,7 +207,7 @@ class Selector:
             self.stored.append(parts)
 
     def solve(self) -> dict[int, Answer]:
-        """Solve the problems of every stored head and of its null in parallel threads; return answers by head number.
+        """Solve each stored head's problem and those of its null in parallel threads; return answers by head number.
 
         With a position bias, only the share of decided queries has a value.
         """
@@ -222,11 +222,11 @@ class Selector:
         return {head: self._answer(head, *solutions) for head, solutions in zip(heads, by_head, strict=True)}
 
     def scenes(self, head: int) -> list[Scene]:
-        """Return the stored sequences as scenes of one head, in the first space."""
+        """Return the stored sequences as scenes of one head, in the space `spaces[0]`."""
         return [stored.scene(head) for stored in self.stored if head in stored.place_of]
 
     def nearness(self, head: int) -> Nearness | str:
-        """Compare one head with its SVM in the first space, or return the reason why this is impossible."""
+        """Compare one head with its SVM in the space `spaces[0]`, or return the reason why this is impossible."""
         if head not in self.softmax:
             return "its queries or keys contain NaN or Inf in every sequence"
         if self.biased:
@@ -250,13 +250,13 @@ class Selector:
         return StoredSequence(sequence, query, key, copies, dict(zip(query_key.heads, places, strict=True)))
 
     def _count_copies(self, tokens: Tensor, mask: Tensor, at: int) -> Int[Tensor, "queries keys"]:
-        """Count the copies of each token that a query sees; reuse the previous sequence's matrix if it is equal."""
+        """Count the copies of each token that each query sees; share the previous sequence's tensor if it is equal."""
         copies = head_svm.count_copies(tokens, mask)
         before = self.stored[-1].copies[at : at + 1] if self.stored else ()
         return before[0] if before and before[0].equal(copies) else copies
 
     def _get_problem(self, space: Space, head: int) -> tuple[list[Scene], FactoredForm]:
-        """Return the sequences and the head's form in one space; the scores are equal in all spaces."""
+        """Return a head's scenes and form in one space; the scores do not depend on the space."""
         scenes, form = self.scenes(head), self.place.form
         if isinstance(form, str):
             return scenes, _scaled_identity(self.stored[0].key.shape[-1], self.scale)
@@ -286,7 +286,7 @@ class Selector:
             yield space, chosen, head_svm.compare_with_svm(scenes, form, chosen)
 
     def _solve_task(self, task: tuple[int, int | None]) -> SolvedBySpace:
-        """Solve the problems of one head and draw in all spaces, and return their summaries by space."""
+        """Solve a task's problems, for one head and one draw, in all spaces; return their summaries keyed by space."""
         head, draw = task
         shown = self.spaces[0] if self.place.shown and draw is None else None
         numbers = [stored.sequence for stored in self.stored if head in stored.place_of]
@@ -296,7 +296,7 @@ class Selector:
         }
 
     def _answer(self, head: int, solutions: SolvedBySpace, *draws: SolvedBySpace) -> Answer:
-        """Build a head's answer from its solutions and those of its null."""
+        """Build a head's answer from its own solutions and those of the random heads of its null, `draws`."""
         site, first = self.place.site, self.spaces[0]
         measures = {info.name: _measure(info.name.partition(".")[2], solutions[first]) for info in PROBLEM_MEASURES}
         kinds = [info.name for info in SPACE_MEASURES if not info.curve]
@@ -324,7 +324,7 @@ class Selector:
 
 
 def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[int]) -> Solved:
-    """Return a problem's solution without tensors; with the sequences' indices `numbers`, include the queries."""
+    """Summarise a problem's solution; include its queries if `numbers`, the sequences' indices, is not empty."""
     values = {"queries": float(len(chosen.sets))}
     if chosen.sets:
         values["least_decided"] = float(chosen.log_odds.min().sigmoid())
@@ -353,7 +353,7 @@ def _summarise(chosen: Selections, nearness: Nearness | str, numbers: Sequence[i
 
 
 def _measure(name: str, solution: Solved, draws: Sequence[Solved] = ()) -> records.Measure:
-    """Return a problem's measure; the null is the mean and sd over `draws`, if at least two draws have a value."""
+    """Return one measure of a problem; its null is the mean and sd over `draws`, if two or more draws have a value."""
     if name not in solution.values:
         return records.Measure(value=None, reason=solution.reason)
     values = torch.tensor([draw.values[name] for draw in draws if name in draw.values], dtype=torch.float64)

@@ -30,7 +30,7 @@ WEIGHTS = (
         scale=("the head uses few directions of its inputs", "the head uses most of its head_dim directions"),
         ends="both",
         series=9,
-        use="Below its null, M has fewer directions than by chance; ranks --budget loss:1% measures the rank needed.",
+        use="Below its null, M has fewer directions than expected by chance; ranks --budget finds the rank needed.",
         paper="Roy & Vetterli 2007",
     ),
     form_rank(
@@ -47,7 +47,7 @@ WEIGHTS = (
         scale=("all singular values are alike", "the first few singular values dominate"),
         low=0,
         missing="fewer than two singular values are above rounding",
-        use="Compare it with its null: above it, the spectrum decays faster than by chance.",
+        use="Compare it with its null: above it, the spectrum decays faster than expected by chance.",
         sized_by="head_dim",
     ),
     form_measure(
@@ -142,8 +142,8 @@ TOKENS = (
 def measure_weights(query_key: QueryKey) -> Readings:
     """How fast do the singular values of a head's bilinear form decay?
 
-    σ are the singular values of M = s·W_Q W_Kᵀ, where s is the scale and biases are left out; at most head_dim σ are
-    not 0. Under RoPE, σ are the singular values of the joint kernel on content and position over the window.
+    σ are the singular values of M = s·W_Q W_Kᵀ, where s is the scale and biases are left out; at most head_dim of them
+    are not 0. Under RoPE, σ are the singular values of the joint kernel on content and position over the window.
     """
     values = linalg.Form(query_key).singular_values
     return {

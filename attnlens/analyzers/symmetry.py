@@ -217,7 +217,7 @@ def measure_weights(query_key: QueryKey) -> Readings:
 
 @analyzer("symmetry", source="tokens", measures=TOKENS)
 def measure_tokens(query_key: QueryKey) -> Readings:
-    """What do a head's scores depend on, and what share of their variance is a positive definite kernel?
+    """What do a head's scores depend on, and what share of their variance forms a positive definite kernel?
 
     L contains the scores of a window's tokens before position bias, mask and softmax; p_ij are the attention weights.
     Softmax ignores query-only terms, so all shares of the score variance use L minus its row means. If all pairs are

@@ -36,7 +36,7 @@ def build_baseline(report: Report) -> Baseline:
 
 
 def _refuse_other(report: Report, baseline: Baseline) -> None:
-    """Raise UsageError if report and baseline differ in a property of `_list_settings`; name the first difference.
+    """Raise UsageError for the first property of `_list_settings` in which report and baseline differ.
 
     Also raise UsageError if the report lacks a measure of the baseline.
     """
@@ -112,14 +112,14 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _size(change: Breach) -> float:
-    """Return the size |value − base| of a change; ∞ if only one of the two is known, and 0 if neither is."""
+    """Return |value − base|; ∞ if only one of the two is known, and 0 if neither is."""
     if change.value is None or change.base is None:
         return 0.0 if change.value is change.base else math.inf
     return abs(change.value - change.base)
 
 
 def _compare_column(report: Report, name: str, column: BaselineMeasure) -> list[Breach]:
-    """Return the change of one measure in each head since the baseline.
+    """Return each head's change in one measure since the baseline.
 
     p is None if a value or standard error is missing, or if the change divided by its error is not finite.
     """
@@ -204,7 +204,7 @@ def _match_heads(report: Report, rule: Rule) -> list[tuple[Head, float | None]]:
 
 
 def _match_blocks(report: Report, rule: Rule) -> list[tuple[Breach, float | None]]:
-    """Return the blocks that contain a head covered by the rule, with the changes of their outputs.
+    """Return the blocks that contain a head covered by the rule, with the changes in their outputs.
 
     Without filters, all blocks are covered. Raise UsageError if no block has a value.
     """
@@ -272,7 +272,7 @@ def _unknown_subject(rule: Rule, names: Sequence[str], why: str) -> UsageError:
 
 
 def _check_rules(report: Report, rules: Iterable[Rule]) -> list[Check]:
-    """Build one check per rule, in the order of the rules; rules can also refer to the changes of a comparison."""
+    """Build one check per rule, in order; rules can also refer to the changes between two compared models."""
     report = report.with_changes()
     occurrences = Counter[str]()
     checks = []
@@ -324,7 +324,7 @@ def aggregate(values: Iterable[float], rule: Rule) -> float | None:
 def _breaking_heads(
     heads: Sequence[tuple[Head | Breach, float]], rule: Rule, number: float | None
 ) -> list[tuple[Head | Breach, float]]:
-    """Return the heads (or blocks) that break the rule, worst first; [] if a failure cannot be attributed to them."""
+    """Return the heads (or blocks) that break the rule, worst first; [] if no single head causes the failure."""
     comparison, by = rule.comparison, rule.share or rule.comparison
     if rule.share is not None and number is not None:
         too_many = comparison.operator in ("<", "<=") or number > comparison.high
@@ -352,7 +352,7 @@ def build_breach(
 
 
 def choose_options(rules: Sequence[Rule], baseline: Baseline | None) -> dict[str, object]:
-    """Return the options `analyzers` and `source` for `inspect`, as in the baseline or as the rules require.
+    """Return the options `analyzers` and `source` for `inspect`: those of the baseline or those that the rules require.
 
     Without a baseline, return {} if the rules require no analyzer. Raise UsageError if no analyzer computes the subject
     of a rule.

@@ -60,7 +60,7 @@ def _assertion_fixture() -> Callable[..., None]:
 
 
 def _get_report(subject: object, options: dict[str, object], rules: object = None) -> Report:
-    """Return or read a report, or inspect a model, by default with the analyzers that `rules` require."""
+    """Return `subject` if it is a report, read it from a path, or inspect a model, by default as `rules` require."""
     import attnlens
     from attnlens.arguments import names_report
     from attnlens.checks.judging import choose_options

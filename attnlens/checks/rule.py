@@ -58,7 +58,7 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule, which selects heads, aggregates their values of one subject, and compares the aggregate with a bound."""
+    """Rule that selects heads, aggregates their values of one subject, and compares the aggregate with a bound."""
 
     aggregate: str  # a member of WHOLE, `share`, or a quantile such as `q05`
     comparison: Criterion  # comparison of the aggregate with a bound
@@ -100,12 +100,12 @@ class Rule:
 
     @property
     def measured(self) -> str:
-        """Name of the number that is compared, such as `share(> 0.9)`."""
+        """Name of the aggregate, such as `min` or `share(> 0.9)`."""
         return self.aggregate if self.share is None else f"{self.aggregate}({self.share})"
 
     @property
     def filters(self) -> str:
-        """Selection of heads in its normal form: ` @layers 0,1,2 @part decoder`; empty for all heads."""
+        """Selection of heads in a standard form: ` @layers 0,1,2 @part decoder`; empty for all heads."""
         chosen = [(name, self.selection[name]) for name in FILTERS if name in self.selection]
         ordered = {name: sorted(values, key=lambda value: (isinstance(value, str), value)) for name, values in chosen}
         return "".join(f" @{name} {','.join(map(str, values))}" for name, values in ordered.items())

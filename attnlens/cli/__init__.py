@@ -4,7 +4,7 @@ Contents: `entry` (one command line and its exit code), `commands/` (one functio
 generated from `attnlens.requests`), `analyses` (the functions behind the commands), `outputs` (inputs, progress,
 delivery), `show` (messages, interruptions, failures), `short_help` (help on one screen), `exit_codes`.
 
-This file imports only light modules, so that an interruption while others are imported ends the program with code 130.
+This file imports only light modules, so that an interruption during later imports ends the program with code 130.
 """
 
 from __future__ import annotations

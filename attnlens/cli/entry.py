@@ -48,7 +48,7 @@ REMOVED = {  # Remedies for options and commands of earlier versions, and for op
 
 
 def run() -> None:
-    """Run the command line of this process, and exit with its code."""
+    """Run this process's command line, and exit with the resulting code."""
     code = exit_code()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all output is already written
     if code == 0:
@@ -124,7 +124,7 @@ def _variable_of(error: typer.BadParameter) -> str:
 
 
 def _find_replacement(problem: str) -> str | None:
-    """Return the remedy for an option or command that was changed or removed or exists only in Python; else None."""
+    """Return the remedy for an option or command that was renamed or removed or exists only in Python; else None."""
     if problem.startswith("--windows must be a whole number"):
         return "Give the number of windows; --placement sets the position of windows."
     unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", problem)

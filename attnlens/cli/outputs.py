@@ -112,7 +112,7 @@ def run_command(
 
     If the user interrupts the work, the report contains the finished part. `options` are the names of the options that
     this run accepts, by default the request's fields. Raise OutputError if a changed model could not be saved.
-    With --strict, exit with PARTLY if parts are missing or stored tensors are unused, except for `doctor`.
+    With --strict, exit with PARTLY if parts are missing or stored tensors are unused; `doctor` handles --strict itself.
     """
     outputs = Outputs.of(params)
     outputs.check(find_inputs(params, models))
@@ -246,7 +246,7 @@ class Outputs:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Outputs:
-        """Return the output options among a command's parameters."""
+        """Build the Outputs from a command's parameters."""
         return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})
 
     def files(self, *options: str) -> dict[str, Path]:
@@ -370,7 +370,7 @@ def deliver(
 
 
 def _list_files(outputs: Outputs, source: str | None, params: Mapping[str, Any], *, saved: bool) -> Written:
-    """Return the files for the commands suggested under "Next"; `saved` is True if the changed model was saved."""
+    """Return the paths to name in the commands suggested under "Next"; `saved` is True if the model was saved."""
     from attnlens.report.shapes import Written  # late, because it loads the records
 
     paths = {name: str(path) for name, path in outputs.files("json", "plan").items()}
@@ -386,7 +386,7 @@ def _list_files(outputs: Outputs, source: str | None, params: Mapping[str, Any],
 
 @contextmanager
 def _collect(failures: list[AttnlensError | typer.Exit]) -> Iterator[None]:
-    """Append an error that ends the block to `failures` instead of raising the error."""
+    """If the block raises an AttnlensError or typer.Exit, append it to `failures` instead."""
     try:
         yield
     except (AttnlensError, typer.Exit) as failure:
@@ -394,7 +394,7 @@ def _collect(failures: list[AttnlensError | typer.Exit]) -> Iterator[None]:
 
 
 def _add_windows_file(outputs: Outputs, report: Report) -> Report:
-    """Record the name and hash of the windows file in the report if both files are written to the same folder."""
+    """Record the name and hash of the --windows-csv file in the report if both are written to the same folder."""
     files = outputs.files("json", "windows_csv")
     if len(files) < 2 or len({os.path.realpath(file.parent) for file in files.values()}) > 1:
         return report
@@ -407,7 +407,7 @@ def _add_windows_file(outputs: Outputs, report: Report) -> Report:
 
 
 def _draw_figures(outputs: Outputs, report: Report, failures: list[AttnlensError | typer.Exit]) -> Iterator[Path]:
-    """Draw the pictures that --figure requests, yield each file once it is written, and collect failures."""
+    """Draw the pictures that --figure requests, yield each file once it is written, and append errors to `failures`."""
     if outputs.figure is not None:
         from attnlens.report.export import drawings  # late, because it loads matplotlib
 

@@ -33,7 +33,7 @@ WANTED = {  # Type → description and example of its values in a file
 
 
 def kinds(commands: Iterable[Callable[..., object]]) -> dict[str, object]:
-    """Return the annotated types of all options of these commands, by parameter name."""
+    """Return the annotated types of all options of these commands, keyed by parameter name."""
     options = {name: each for command in commands for name, each in signature(command).parameters.items()}
     return {name: each.annotation for name, each in options.items() if name != "context"}
 
@@ -120,7 +120,7 @@ def argument(
 ) -> Parameters:
     """Create a positional argument, required if its type is `str` or `list[str]`.
 
-    A shell completes the argument to the values that `names` returns.
+    Shell completion offers the values that `names` returns.
     """
     declared = typer.Argument(
         help=_add_default(help, shown), metavar=metavar, show_default=shown is True, autocompletion=names
@@ -195,7 +195,10 @@ def option_name(option: str) -> str:
 MODEL = argument(
     "model", "Model: hub id (`org/name@revision`), folder, `.gguf` or `.safetensors` file, or `demo`.", shown="demo"
 )
-WINDOWS_CSV = output("--windows-csv", "Write the values of each window as CSV: one row per window, kernel and stage.")
+WINDOWS_CSV = output(
+    "--windows-csv",
+    "Write the values of each window as CSV: one row per window, kernel and stage (swapped, fitted, healed).",
+)
 TABLE = option("--table", bool, "Print all tables in addition to the findings.", panel=OUTPUT)
 STRICT = option(
     "--strict",
@@ -221,7 +224,7 @@ OUTPUT_OPTIONS |= option("-v --verbose", bool, VERBOSE, panel=OUTPUT) | REPORT_O
 _printed = typer.Option("--markdown", help="Print Markdown.")
 _printed.call_only = "written"  # like the option of that name that writes a file
 PRINTED_MARKDOWN = _parameter("markdown", bool, _printed, default=False)
-"""Switch of the commands that print a reference; no variable sets it, because ATTNLENS_MARKDOWN names a file."""
+"""Switch of `list` and `explain`; no environment variable sets it, because ATTNLENS_MARKDOWN names a file."""
 
 
 def with_options(*groups: Parameters) -> Callable[[Callable[[typer.Context], None]], Callable[..., None]]:
@@ -260,6 +263,6 @@ def build(kind: type[R], values: Mapping[str, object], **more: object) -> R:
 
 
 def command_line_options(context: typer.Context) -> list[str]:
-    """Return the names of the parameters that were set on the command line, not by a variable or file."""
+    """Return the names of the parameters that were set on the command line, not by an environment variable or file."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

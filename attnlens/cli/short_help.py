@@ -19,12 +19,12 @@ GROUPS: dict[str, dict[str, str]] = {  # Commands by purpose, each with the ques
         "doctor": "Does attnlens read the model correctly? Are backends and masks correct?",
     },
     "Change": {
-        "swap-kernel": "How much worse does the model get with another attention kernel?",
+        "swap-kernel": "How much worse does the model get with a different attention kernel?",
         "ranks": "How small can the keys be within a loss budget?",
         "heal": "How much of the loss added by a new kernel does training recover?",
     },
     "Papers": {
-        "converge": "Does training select the same tokens as a max-margin SVM?",
+        "converge": "Does training make attention select the same tokens as a max-margin SVM?",
         "reproduce": "Can the papers' experiments and tables be reproduced?",
     },
     "Reference": {

@@ -213,7 +213,7 @@ class Pace:
         self.reports: list[tuple[float, int]] = []  # (seconds, steps done): before the first step, after it, and later
 
     def add(self, done: int) -> None:
-        """Add a report. Until the first step is done, keep only the latest report: some stages report 0 early."""
+        """Record the number of steps done. Until it rises, keep only the latest record: some stages report 0 early."""
         now = time.monotonic()
         if not self.reports or done <= self.reports[0][1]:
             self.reports = [(now, done)]
@@ -223,8 +223,8 @@ class Pace:
     def forecast(self, remaining: int) -> list[float]:
         """Estimate the seconds left in three ways: from the pace so far, and from the pace in each half of the time.
 
-        The first step is left out, because it may include costs that occur once. Return [] if fewer than two further
-        reports exist, or if the estimates differ by more than a factor of AGREEMENT.
+        The first step is left out, because it may include one-off costs. Return [] if fewer than two later reports
+        exist, or if the estimates differ by more than a factor of AGREEMENT.
         """
         later = self.reports[1:]
         if len(later) < 3:

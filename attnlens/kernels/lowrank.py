@@ -78,7 +78,7 @@ class Grams:
     and Σ_j w_j; empty before the first batch."""
 
     def update(self, call: Call, weight: Matrix) -> None:
-        """Add the pairs of queries and keys of a batch; `weight` contains the weight of each pair."""
+        """Add the moments of a batch; `weight` contains the weight of each pair of query and key."""
         query, key = call.query.double(), call.paired_key.double()
         if self.turn is not None:
             of_queries, of_keys = token_positions(call)
@@ -125,7 +125,7 @@ class Grams:
         return both
 
     def solve(self) -> Latents:
-        """Compute the directions of every latent, leading directions first: A and B from C_q^½ C_k^½ = UΣVᵀ."""
+        """Compute the maps A and B of every latent from C_q^½ C_k^½ = UΣVᵀ, leading directions first."""
         queries, *sums = self.sums
         size, maps = queries.shape[-1], []
         means = queries.new_zeros(len(queries), size) if self.turn is not None else None
@@ -143,9 +143,9 @@ class Grams:
 
 
 def shared_indices(fitted: Mapping[str, Tensor]) -> dict[str, Int[Tensor, " heads"]]:
-    """Map the name of each parameter that can be shared to an index per query head.
+    """Return, for each parameter that query heads can share, an index per head; heads with equal indices share it.
 
-    Heads with equal indices share the parameter. The result is empty if each query head has maps of its own.
+    The result is empty if each query head has separate maps.
     """
     if "key_head" not in fitted:
         return {}
@@ -287,7 +287,7 @@ class MapsFit:
         return both
 
     def latents(self) -> Latents:
-        """Compute the latents' directions; with the metric OUTPUT, moments by attention and output count half each."""
+        """Compute the latents' maps; with the metric OUTPUT, the moments `grams` and `outputs` count half each."""
         assert self.grams is not None  # noqa: S101  # a fit has seen some text
         return (self.grams if self.outputs is None else self.grams.plus(self.outputs, equal=True)).solve()
 
@@ -317,7 +317,7 @@ def share_keys(
     partner: Int[Tensor, "heads head_dim"] | None = None,
     **_parameters: object,
 ) -> Call | None:
-    """Return a call whose exponential kernel uses the latents z; None if `members` is None (`dot` then suffices).
+    """Return a call for the exponential kernel with keys computed from latents z; None if `members` is None.
 
     z = Σ_m k_m B_m over the key heads m of the latent; `members` identifies each key head by a query head that reads
     it. `key_map` is B, (heads, members, head_dim, size). The scores are ⟨q A, z⟩ or, if `frequency` is given, those of
@@ -374,7 +374,7 @@ def share_keys(
     trainable=("query_map", "key_map", "offset"),
 )
 def low_rank(score: Float[Tensor, "*scores"], **_maps: object) -> Float[Tensor, "*scores"]:
-    """The exponential kernel of the best rank-r logits; for r ≥ head_dim, the model's own kernel."""
+    """The exponential of the best rank-r approximation of the logits; for r ≥ head_dim, the model's own kernel."""
     return score
 
 
@@ -468,7 +468,7 @@ class NearestFit:
         self.count = self.total = self.second = self.seen = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Add the pairs of a batch. Raises UsageError for unpaired queries and keys, a softcap, and attention sinks."""
+        """Add the moments of a batch; raise UsageError for cross-attention, a key-value cache, a softcap or sinks."""
         _refuse_unsupported(call)
         u, weight = torch.cat((call.query.double(), call.paired_key.double()), -1), own_attention(call)
         rows = weight.sum(-1, keepdim=True)

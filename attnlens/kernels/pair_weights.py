@@ -31,7 +31,7 @@ def pairs_weighted(call: Call) -> Matrix:
     """Compute ½·(the head's own attention) + ½·(1/number of keys seen) over the pairs seen.
 
     The weights of a query that sees two keys or more sum to 1, or to less with a sink, whose attention is left out. To
-    second order, the KL divergence due to a change of the logits is half the variance of the change. The uniform half
+    second order, the KL divergence due to a change in the logits is half the variance of the change. The uniform half
     limits errors at keys with little attention, whose logits a wrong fit could raise.
     """
     seen = pairs_seen(call)
@@ -49,7 +49,7 @@ def own_attention(call: Call) -> Matrix:
 def output_weighted(call: Call, metric: Float[Tensor, "heads value_dim value_dim"]) -> Matrix:
     """Compute the squared effect on the output of a unit error in each logit: a_ij² (v_j − ō_i)ᵀG(v_j − ō_i).
 
-    To first order, errors δ_ij of the logits change output i by Σ_j a_ij δ_ij (v_j − ō_i), where ō_i = Σ_j a_ij v_j.
+    To first order, errors δ_ij in the logits change output i by Σ_j a_ij δ_ij (v_j − ō_i), where ō_i = Σ_j a_ij v_j.
     `metric` contains G of each head, such as W_OᵀW_O. Queries that see fewer than two keys get zeros.
     """
     attention = own_attention(call)

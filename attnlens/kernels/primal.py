@@ -52,7 +52,7 @@ class Moments:
         return self.gram[..., -1, -1]
 
     def of_scores(self, maps: Float[Tensor, "heads size columns"]) -> Moments:
-        """Return the moments of the scores mapsᵀz = [e; r; 1] instead of z."""
+        """Return the moments with the scores mapsᵀz = [e; r; 1] in place of z."""
         return Moments(maps.mT @ self.gram @ maps, maps.mT @ self.cross, self.energy, self.sequences)
 
 

@@ -44,10 +44,10 @@ def exponential(score: Score) -> Score:
 
 
 class OffsetFit:
-    """Fit of each head's offset c: minimises Σ(s⟨q, k⟩ − p·log|s⟨q, k⟩ + c|)² over a grid of both signs.
+    """Fit of each head's offset c: minimises Σ(s⟨q, k⟩ − p·log|s⟨q, k⟩ + c|)² over a grid.
 
-    p is the degree, and the differences are row-centred. The grid is 0 and ±p·10^{−1 … 2}, PER_DECADE values per factor
-    of 10; a parabola in log|c| refines the best value.
+    p is the degree, and the differences are centred in each row. The grid is 0 and ±p·10^{−1 … 2}, PER_DECADE values
+    per factor of 10; a parabola in log|c| refines the best value.
     """
 
     def __init__(self, degree: int, offset: float) -> None:
@@ -58,7 +58,7 @@ class OffsetFit:
         self.errors = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Add the squared error of every offset on a batch."""
+        """Add a batch's squared error for every offset."""
         query, seen = sample_rows(call)
         score = query @ call.paired_key.double().mT * call.scale
         differences = (score - self.degree * log_magnitude(score + offset) for offset in self.offsets)
@@ -144,18 +144,18 @@ def linear(score: Score) -> Score:
 
 @kernel(
     "hard",
-    formula="β·s⟨q, k⟩ as β → ∞: all weight on the largest score",
+    formula="β·s⟨q, k⟩ as β → ∞: all weight on the key with the largest score",
     source="Tarzanagh et al. 2023 (Att-SVM's limit)",
     **SCORE | {"features": "none"},
     hard=True,
 )
 def hard(score: Score) -> Score:
-    """One-hot attention to the key of the largest score."""
+    """One-hot attention to the key with the largest score."""
     return score
 
 
 class OriginFit:
-    """Fit of each head's origin b, with distances ‖q + b − k‖: minimises Σ(s⟨q, k⟩ − log k(q, k))².
+    """Fit of each head's origin b in the distance ‖q + b − k‖: minimises Σ(s⟨q, k⟩ − log k(q, k))².
 
     Both terms are row-centred. Pairs are weighted half by attention, half uniformly. For a given γ, the fit is
     the regression of ½‖k‖² + (1 − 2γ)/(2γ)·⟨q, k⟩ on k, both row-centred.
@@ -190,7 +190,7 @@ class OriginFit:
 
 
 def _key_term(key: Key, origin: Origin) -> Float[Tensor, "batch heads keys"]:
-    """Compute ⟨b, k⟩ − ½‖k‖² of each key k, where b is the `origin` (None: 0)."""
+    """Compute ⟨b, k⟩ − ½‖k‖² for each key k, where b is the `origin` (None: 0)."""
     key = wide(key)
     term = -key.square().sum(-1) / 2
     return term if origin is None else term + (key * origin.to(key)[:, None]).sum(-1)
@@ -385,7 +385,7 @@ class LearnedStart:
         self.weight = torch.zeros(())
 
     def update(self, call: Call) -> None:
-        """Draw the initial maps for the numbers of heads and coordinates of a batch."""
+        """Draw the initial maps for a batch's number of heads and head_dim."""
         weight = ksvd.orthogonal_draws(self.count // 2, call.query.shape[-1], 0).to(call.query.device)
         self.weight = weight.expand(call.query.shape[1], -1, -1)
 

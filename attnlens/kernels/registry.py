@@ -74,10 +74,10 @@ class KernelInfo:
     prepare: Callable[..., Call | None] | None = None
     """(call, **parameters, **fitted) → call whose exponential kernel equals this kernel, or None if `dot` suffices."""
     phi: Callable[..., Tensor] | None = None
-    """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k (of any sign); None without a finite φ."""
+    """score: (x, scale, side, **parameters) → φ with ⟨φ(q), φ(k)⟩ = k (of any sign); None if no finite φ is known."""
     fused: str = "row tiles"  # fastest exact method of computation
     hard: bool = False  # True if all weight goes to the largest score
-    fit: Callable[..., Fit] | None = None  # (**parameters) → fit of the free parameters per head; None without any
+    fit: Callable[..., Fit] | None = None  # (**parameters) → fit of the free parameters per head; None if there is none
     fit_reads: bool = True  # True if the fit reads queries and keys; False if it reads only their shapes
     trainable: tuple[str, ...] = ()  # fitted parameters that healing can train further
     equal_lengths: str = ""  # equivalent kernel if all keys of a head have equal length; empty if there is none
@@ -85,7 +85,7 @@ class KernelInfo:
     needs_fit: bool = False  # True if the kernel is undefined without a fit to calibration text (rank)
     caution: str = ""  # caveat for readers of the kernel's results, in one sentence
     oracle: Callable[..., str | None] | None = None
-    """(**parameters) → tie that replaces this kernel to analyse the evaluated text's own logits, or None."""
+    """(**parameters) → name of the tie that replaces this kernel (to analyse a text's own logits), or None."""
 
     @property
     def built_in(self) -> bool:
@@ -117,7 +117,7 @@ KERNELS: dict[str, KernelInfo] = {}  # registered kernels by name; importing the
 
 
 def kernels() -> dict[str, KernelInfo]:
-    """Return all kernels by name, in the order of registration: built-in kernels, then those of other packages."""
+    """Return all kernels keyed by name, in order of registration: built-in kernels, then those of other packages."""
     load_plugins("attnlens.kernels")
     return dict(KERNELS)
 
@@ -143,7 +143,7 @@ def kernel(
 
 
 def _positive(core: Pairs) -> Pairs:
-    """Return the positive part of the symmetric part of `core`; NaN if not finite, because LAPACK would fail."""
+    """Return the positive part of the symmetric part of `core`; NaN if `core` is not finite."""
     return positive_part((core + core.mT) / 2) if bool(core.isfinite().all()) else core * torch.nan
 
 

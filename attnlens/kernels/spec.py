@@ -61,12 +61,12 @@ class Kernel:
 
     @property
     def oracle(self) -> bool:
-        """True if the kernel is an analysis that decomposes log k of the evaluated text, rather than a model."""
+        """True if the kernel keeps a part of the evaluated text's own log k (for analysis) instead of a fitted form."""
         return self.info.oracle is not None and self.info.oracle(**self.parameters) is not None
 
     @property
     def tied_by(self) -> str:
-        """The tie as typed, or the kernel that implies a tie (`nearest:positive,oracle`); empty without a tie."""
+        """The tie as typed, or the kernel that implies a tie (`nearest:positive,oracle`); empty if there is no tie."""
         return re.sub(r"\w+=", "", self.spelling) if self.oracle else self.tie or ""
 
     @property
@@ -86,12 +86,12 @@ class Kernel:
 
     @property
     def part(self) -> Callable[[Pairs], Pairs] | None:
-        """Function that maps log k of a whole sequence to the part that the tie keeps; None without such a tie."""
+        """Function that maps log k of a whole sequence to the part that the tie keeps; None if there is no such tie."""
         return None if self.tie is None else TIES[self.tie].part
 
     @property
     def shares_latents(self) -> bool:
-        """True if key heads share the fitted parameters, so the kernel cannot be applied to a single head."""
+        """True if several key heads share a latent, so that the kernel cannot be applied to a single head."""
         return self.parameters.get("group", 1) > 1
 
     def select_head(self, index: int) -> Kernel:
@@ -107,7 +107,7 @@ class Kernel:
         return self.info.reads and not self.info.hard and self.tie not in ("mercer", "negativeless")
 
     def prepare_call(self, call: Call) -> tuple[Call, Kernel]:
-        """Return an equivalent call and the exponential kernel with this tie and filter.
+        """Return an equivalent call, and the exponential kernel with this kernel's tie, filter and hybrid.
 
         If the kernel has no `prepare`, or `prepare` returns None, return `call` and this kernel.
         """

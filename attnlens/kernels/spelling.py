@@ -107,7 +107,7 @@ def _parse_number(name: str, parameter: KernelParameter, word: str) -> float:
 
 
 def _suggest_spelling(name: str, parameters: Sequence[KernelParameter]) -> str:
-    """Return the remedy for a wrong parameter: an example of the spelling."""
+    """Return the remedy for a wrong parameter: an example of the correct spelling."""
     if not parameters:
         return f"Write `{name}` without parameters."
     if modifier := FILTERS.get(name) or HYBRIDS.get(name):
@@ -117,7 +117,7 @@ def _suggest_spelling(name: str, parameters: Sequence[KernelParameter]) -> str:
 
 
 def _find_conflicts(words: str, kernel: Kernel, ties: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield a problem and its remedy for parts of the kernel that cannot be combined."""
+    """Yield a problem and its remedy for each pair of parts that cannot be combined."""
     info, tie, near = kernel.info, kernel.tie, kernel.near
     hidden = kernel.filter.modifier.name if kernel.filter else None
     if info.oracle is not None and ties:
@@ -173,7 +173,7 @@ SINKS, WIDTH = 4, 64  # parameters of the sink-window that is compared with a ke
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The sizes that determine how many numbers the heads of a site store."""
+    """Sizes that determine how many numbers the heads of a site store."""
 
     heads: int  # number of query heads with the kernel
     head_dim: int
@@ -210,7 +210,7 @@ def state_numbers(kernel: Kernel, shape: HeadShape) -> float | None:
 
 
 def kept_keys(key_filter: KeyFilter, shape: HeadShape) -> int:
-    """Return the largest number of keys that one of `shape.tokens` queries sees through filter and causal mask."""
+    """Return the largest number of keys that any of `shape.tokens` queries sees under the filter and causal mask."""
     places = torch.arange(shape.tokens)
     counts = []
     for rows in torch.split(places, 1024):  # in parts, because the text may be long

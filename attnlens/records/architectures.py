@@ -1,4 +1,4 @@
-"""Table of the support for transformers' model types, measured by benchmarks/sweep.py."""
+"""Table of attnlens' support for transformers' model types, as measured by benchmarks/sweep.py."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from attnlens.records.swaps import Outcome
 
 
 class Breach(Record):
-    """A head, or a block of a comparison, that breaks a rule."""
+    """A head, or a block of a comparison, that fails a check."""
 
     site: str  # Path of the attention module, or of the block
     layer: Count
@@ -24,11 +24,11 @@ class Breach(Record):
     part: Part
     value: Number | None  # Value in the report; None if missing
     base: Number | None = None  # Value in the baseline or in a second computation; None if missing
-    p: Number | None = None  # Two-sided p-value of the difference between value and base; None without errors
+    p: Number | None = None  # Two-sided p-value of value − base; None if a standard error is missing
 
 
 class Check(Record):
-    """Outcome of one rule."""
+    """Outcome of one rule, or of a comparison with a baseline or recomputed values."""
 
     id: str  # Identifier that does not contain the rule's bounds: subject, aggregate, operator, filters
     rule: str  # The rule as written: `tokens.entropy: min > 0.05 @layers 0-3`
@@ -37,7 +37,7 @@ class Check(Record):
     passed: bool
     value: Number | None = None  # Value that was compared; None if heads are compared individually
     median: Number | None = None  # Median over heads that are compared individually; else None
-    base: Number | None = None  # Median over the compared heads in the baseline; None without a baseline
+    base: Number | None = None  # Median over the compared heads in the baseline; None if there is no baseline
     heads: Count | None = None  # Number of heads compared; None for a field of the report
     without: Count = 0  # Number of selected heads without a value
     breaches: list[Breach] = []  # Heads or blocks that break the rule, worst first; empty if none does individually
@@ -77,14 +77,14 @@ def read_baseline(path: str | Path) -> Baseline:
 
 DISTANCE = "compare."  # Prefix of the names of measures that are distances between the two models
 ON_FORMS = "W_Q and W_K of "  # First words of notes on the heads' forms M = W_Q W_Kᵀ
-SMALLEST_SHARE = 0.01  # Smallest change of a measure that matters in practice, in interquartile ranges over heads
+SMALLEST_SHARE = 0.01  # Smallest change in a measure that matters in practice, in interquartile ranges over heads
 Relation = Literal["identical", "same form", "rounding", "changed"]
 """Relation of two heads' forms M = W_Q W_Kᵀ. identical: W_Q and W_K are equal; same form: M is equal, but W_Q and W_K
 differ (a change of basis); rounding: M is equal up to rounding of the weights; changed: M differs."""
 
 
 class MeasureChange(Record):
-    """Change of one measure of one head from the first model to the second."""
+    """Change in one measure of one head from the first model to the second."""
 
     layer: Count
     head: Count  # Number of the query head in the first model
@@ -113,7 +113,7 @@ class HeadChange(HeadId):
 
 
 class BlockChange(Record):
-    """Change of one block's output if both models receive the first model's hidden states."""
+    """Change in one block's output if both models receive the first model's hidden states."""
 
     path: str  # Dotted path of the block's module
     layers: list[Count]  # Indices of the block's sites
@@ -179,7 +179,7 @@ class DiagnosedCause(Record):
     repair: str | None = None  # How to undo the difference, as an imperative; None if there is nothing to undo
     text: str  # How the second model's tensors differ, as a clause
     tensors: list[str] = []  # Tensors explained, by role (`query.weight`) or by name within the layer
-    harmless: bool = False  # True if attention is the same
+    harmless: bool = False  # True if the attention is unchanged
     head_errors: list[Number] = []  # The larger of W_Q's and W_K's relative errors, by head; empty unless quantised
 
 
@@ -193,17 +193,17 @@ class Comparison(Record):
     named: Count = 0  # Number of rows whose change is reported
     heads: list[HeadChange] = []
     rows: list[MeasureChange] = []
-    blocks: list[BlockChange] = []  # Changes of blocks that run once per forward pass and exist in both models
+    blocks: list[BlockChange] = []  # Changes in blocks that run once per forward pass and exist in both models
     shifts: list[Shift] = []
     outcome: Outcome | None = None
     notes: list[str] = []  # Findings about the models as a whole, one sentence each
     config: list[ConfigChange] = []  # Fields that affect attention or hidden states and differ
-    tensors: TensorChanges | None = None  # Differences of tensors; None if a report was compared instead of a model
+    tensors: TensorChanges | None = None  # Differing tensors; None if a report was compared instead of a model
     diagnosis: list[DiagnosedCause] = []  # Causes of the differences, by layers
 
 
 def heads_with_changes(comparison: Comparison, heads: Sequence[Head]) -> list[Head]:
-    """Return the first model's heads; the measures are the changes (`change.…`) and the second model's values."""
+    """Return the first model's heads with the changes (`change.…`) and their partners' values as measures."""
     changes: dict[tuple[int, int], dict[str, Measure]] = defaultdict(dict)
     for row in comparison.rows:
         name = row.measure if row.measure.startswith(DISTANCE) else f"{CHANGE}{row.measure}"

@@ -69,8 +69,8 @@ def read_record(
 ) -> Read:
     """Read a record of class `kind` from an untrusted JSON file; `convert`, if given, upgrades a file of version 1.
 
-    Raise UsageError if the file is missing or invalid. `mismatch` (such as `not a plan`) and `remedy` are parts of its
-    message.
+    Raise UsageError if the file is missing or invalid. `mismatch` (such as `not a plan`) and `remedy` are parts of the
+    error message.
     """
     content = read_bytes(local_path(path), UsageError, remedy).removeprefix(BOM_UTF8)
     try:
@@ -105,7 +105,7 @@ class Null(Record):
 
 
 class Measure(Record):
-    """One measure of one head: a value with its standard error or null, or the reason why the value is missing."""
+    """Value of one measure of one head, with its standard error or null, or the reason why the value is missing."""
 
     value: Number | None  # Mean over sequences (tokens.*), value of the weights or of all queries; None if missing
     label: str | None = None  # Name of the category if the value is a category's number; else None
@@ -208,7 +208,7 @@ class Coverage(Record):
 
     @property
     def _lacking(self) -> str:
-        """Text on missing values: the sources without values or, if all heads were analysed, the skipped sites."""
+        """Text about missing values: the sources without values or, if all heads were analysed, the skipped sites."""
         lacking = [
             f"{'' if count == self.analysed else f'{count} of them '}without {source}.*"
             for source, count in self.without.items()

@@ -1,4 +1,4 @@
-"""Records of a plan: the rank of each key head within a loss budget, and the estimated and measured rises."""
+"""Records of a plan: the rank of each key head within a loss budget, and the estimated and measured rises in loss."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Plan(Record):
     estimated: Rise | None = None  # Rise on the text used to choose the plan (biased); None if the ranks were given
     promised: Rise | None  # Rise on text not used to fit or choose; None if the model diverged or the ranks were given
     measured: Rise | None  # Rise on the evaluation text; None if the model diverged on it, or was not evaluated
-    healed: Rise | None = None  # Rise on the evaluation text after healing; None without healing
+    healed: Rise | None = None  # Rise on the evaluation text after healing; None if not healed
     fitted_on: list[Text] = []  # Calibration texts used for directions and sensitivities
     chosen_on: list[Text] = []  # Calibration texts used for `estimated` and `steps`
     promised_on: list[Text] = []  # Calibration texts used for `promised`

@@ -19,7 +19,7 @@ class Tool(Record):
 
 
 class File(Record):
-    """A file used for the result."""
+    """Name and SHA-256 of a file."""
 
     name: str
     sha256: str
@@ -113,8 +113,8 @@ class Text(Record):
 
 
 FEWEST_DRAWS = 8
-"""Smallest number of draws (windows of each text, or texts) for a bootstrap. Student's t is more accurate for fewer
-draws: a bootstrap sample that contains one of two windows twice has no spread."""
+"""Smallest number of sampled units (windows of each text, or texts) for a bootstrap. Student's t is more accurate for
+fewer units: a bootstrap sample that contains one of two windows twice has no spread."""
 
 
 class Settings(Record):
@@ -127,23 +127,23 @@ class Settings(Record):
     analyzers: list[str] = []
     text: Text | None = None  # The text, if any; several texts are described as one
     texts: list[Text] = []  # The texts one by one
-    placement: Placement | None = None  # Position of the windows (or lines) in each text; None without a text
-    intervals: Intervals | None = None  # Population to which errors and intervals refer; None without a text
+    placement: Placement | None = None  # Position of the windows (or lines) in each text; None if no text was read
+    intervals: Intervals | None = None  # Population to which errors and intervals refer; None if no text was read
     noise: Text | None = None  # Random pixels or sound, if the model reads no text
     calibration: Text | None = None  # Text used to fit parameters or train weights, never for evaluation
     calibrations: list[Text] = []  # The calibration texts one by one
     windows_requested: Count | None = None  # Requested number of windows; None if the user did not set it
     windows: Count | None = None  # Number of windows, lines, images or sounds read; None if no input was read
     length: Count | None = None  # Tokens per window, per image, or at most per line (`pack` false)
-    pack: bool | None = None  # True if text was cut into windows, False if read by line; None without a text
+    pack: bool | None = None  # True if text was cut into windows, False if read by line; None if no text was read
     layers: list[Count | str] | None = None  # Requested layers (`2` or `decoder.2`); None means all
     heads: list[Count] | None = None  # Requested heads; None means all
-    select: str | None = None  # Tokens that a query selects, `argmax` or `top-p:0.9`; None without selection measures
+    select: str | None = None  # Tokens that a query selects, `argmax` or `top-p:0.9`; None if nothing is selected
     options: dict[str, bool | int | float | str] = {}  # Other options that the user set and that affect the results
     notes: list[str] = []  # Facts about the input that readers must know, one sentence each
 
     def freedom(self, count: int) -> int:
-        """Return the degrees of freedom of a standard error: `count` − 1, or the number of texts − 1."""
+        """Return a standard error's degrees of freedom: `count` − 1, or the number of texts − 1 if it is over texts."""
         return (len(self.texts) if self.intervals == "texts" else count) - 1
 
     @property
@@ -157,7 +157,7 @@ class Settings(Record):
 
     @property
     def input_summary(self) -> str:
-        """Description of the input: number and length of the sequences, and their texts; empty without input."""
+        """Description of the input: number and length of the sequences, and their texts; empty if there is none."""
         count = self.windows or 0
         if self.text is None:
             if self.noise is None:
@@ -176,11 +176,11 @@ class Settings(Record):
 Fields = Mapping[str, object]
 
 SETTINGS = {"sequences": "windows", "sequences_asked": "windows_requested", "tokens": "length", "windows": "placement"}
-"""Names of settings in version 2 by their name in version 1; `windows` was the placement and is now the count."""
+"""Name of a setting in version 1 → its name in version 2; `windows` was the placement and is now the count."""
 BODIES = ("selections", "attention", "swap", "more_swaps", "plan", "comparison", "doctor", "experiments", "studies")
 """Fields of a report of version 1 that version 2 moves to the body of its kind."""
 KIND_OF_COMMAND = {"converge": "experiments", "verify": "experiments", "study": "studies", "doctor": "doctor"}
-"""Kind of a version-1 report with an empty body, by command; `inspection` for all other commands."""
+"""Command → kind of its version-1 report if the body is empty; `inspection` for all other commands."""
 
 
 def convert_report(report: Fields) -> Fields:
@@ -206,7 +206,7 @@ CHOSEN_BY = "the plan was written by an older attnlens, which measured the rise 
 
 
 def convert_plan(plan: object) -> object:
-    """Convert a plan of version 1; a `promised` rise on the text used to choose the ranks becomes `estimated`."""
+    """Convert a plan of version 1; if it lacks an `estimated` rise, its `promised` rise becomes the `estimated` one."""
     if not isinstance(plan, Mapping):
         return plan
     converted = {**convert_settings_in(plan), "schema_version": "2"}

@@ -115,11 +115,11 @@ class Summary(Record):
     layer_nulls: list[dict[str, Null]] = []  # Medians expected by chance for each layer's number of heads
     layer_numbers: list[Count] = []  # Indices of the layers in execution order, from 0
     layer_symmetry: list[Number | None] = Field([], alias="weights.layer_symmetry")
-    """Symmetry of each layer's summed heads (Saponati et al. 2025); `weights.layer_symmetry` in the JSON."""
+    """Symmetry of the sum of M over each layer's heads (Saponati et al. 2025); `weights.layer_symmetry` in the JSON."""
     texts: list[TextSummary] = []
     between_texts: dict[str, Number] = {}  # Standard deviation of the texts' medians, by measure
     extremes: list[Extreme] = []  # Heads with the largest and smallest values, the furthest from the median first
-    identity_error: Number | None = None  # Relative change of the model's outputs if attnlens recomputes attention
+    identity_error: Number | None = None  # Relative change in the model's outputs if attnlens recomputes attention
     reasons: Reasons = {}
     verdict: Verdict | None = None  # Verdict of `doctor`: `agrees` if everything was checked and nothing differs
 
@@ -153,7 +153,7 @@ class Sight(Record):
     token: Count | None  # Position of the token whose input was perturbed; None for `differs`
     layer: Count | None  # Sequential number of the site; None for the output of the whole model
     site: str | None
-    change: Number | None  # Largest change of the output (`differs`: relative error of the output); None if not finite
+    change: Number | None  # Largest change in the output (`differs`: relative error of the output); None if not finite
 
 
 class MaskCheck(Record):
@@ -162,7 +162,7 @@ class MaskCheck(Record):
     mask: str
     verdict: Literal["agrees", "differs", "not checked"]
     error: Number | None = None
-    """Relative error of the outputs against a float64 pass over each sequence by itself, without padding or cache."""
+    """Relative error of the outputs against a float64 pass over each sequence on its own, without padding or cache."""
     error_judged: bool = True  # False if `error` is not judged, because the tokens' positions also change the outputs
     faults: list[Sight] = []  # The fault with the largest change at each site, in the order of the layers
     count: Count = 0  # Number of faults: pairs of output and token that are wrong
@@ -200,7 +200,7 @@ class InspectionBody(Record):
 
 
 class SwapBody(Swap):
-    """Body of kind `swap`: the effects of the first kernel and of the others, and the plan of ranks."""
+    """Body of kind `swap`: the effect of the first kernel, the swaps of all other kernels, and the plan of ranks."""
 
     others: list[Swap] = []
     plan: Plan | None = None  # Ranks chosen within a budget (`ranks --budget`), or read from a plan (`--ranks`)
@@ -286,7 +286,7 @@ class Report(Record):
         return self.swap.plan if self.swap is not None else None
 
     def with_changes(self) -> Self:
-        """Return a comparison's report with the changes added to its heads; return any other report unchanged."""
+        """Return a comparison's report with changes added to the heads' measures, and any other report unchanged."""
         if self.comparison is None or not self.comparison.rows:
             return self
         return self.model_copy(update={"heads": heads_with_changes(self.comparison, self.heads)})

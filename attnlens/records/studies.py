@@ -25,7 +25,7 @@ class Curve(Record):
     quantity: str | None = None  # Quantity and unit, as on the axis label: `KL, nats`; None if unknown
     bounded: bool = False  # True for quantities of at most 1, such as shares, which are drawn on a linear axis
     picture: str | None = None
-    """Title, after the experiment's name, of the picture in which this curve is drawn. None: curves without a title
+    """Title of the picture in which this curve is drawn, without the experiment's name. None: curves without a title
     share a picture if their quantity is known, and are drawn separately otherwise."""
     label: str | None = None  # Label in the legend, if it differs from the curve's name: `from zero`
     published: bool = False  # True for published values, which are drawn dashed
@@ -87,7 +87,7 @@ class Experiment(Record):
 
     @property
     def agreeing(self) -> Counter[Origin]:
-        """Number of figures that agree with their reference value, by origin of the reference value."""
+        """Number of figures that agree with their reference value, keyed by the origin of that value."""
         return Counter(self.origins.get(figure, "published") for figure in self.published or {} if self.meets(figure))
 
     def null(self, name: str) -> Curve | None:
@@ -95,7 +95,7 @@ class Experiment(Record):
         return next((curve for curve in self.curves.values() if curve.null_of == name), None)
 
     def judge(self) -> Experiment:
-        """Return a copy of the experiment with `passed` set: True if all tested figures agree, None without any."""
+        """Return a copy with `passed` set: True if all tested figures meet their reference; None if none is tested."""
         verdicts = [met for figure in self.published or {} if (met := self.meets(figure)) is not None]
         return self.model_copy(update={"passed": all(verdicts) if verdicts else None})
 
@@ -154,7 +154,7 @@ class StudyCell(Record):
 
     @property
     def tested_evaluation(self) -> int:
-        """Index of the first run's evaluation with the least validation loss; the weights at that step were tested."""
+        """Index, in the first run, of the evaluation with the least validation loss; that step's model was tested."""
         losses = self.runs[0].losses
         return min(range(len(losses)), key=losses.__getitem__, default=0)
 

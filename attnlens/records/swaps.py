@@ -11,7 +11,7 @@ from attnlens.records.measures import Count, Interval, Number, Reasons, Record
 
 
 class Predictor(Record):
-    """Rank correlation over heads between one measure and the harm of one kernel."""
+    """Rank correlation over heads between one measure and the harm that one kernel does."""
 
     measure: str  # Qualified name (`tokens.entropy`)
     rho: Number  # Spearman's ρ of the measure with the harm, −1 to 1
@@ -28,7 +28,7 @@ class Predictor(Record):
 
 
 class Prediction(Record):
-    """Scope and limits of the search for measures that predict the harm of one kernel."""
+    """Scope and limits of the search for measures that predict the harm that one kernel does."""
 
     heads: Count  # Number of heads in the sweep
     diverged: Count = 0  # Number of these heads that diverged, so that their harm is undefined
@@ -122,7 +122,7 @@ class PredictionChange(Record):
     median: Number  # Median
     same_top: Number  # Share of predictions whose likeliest token or class is the same
     same_top_se: Number | None  # Standard error of this share
-    perplexity_ratio: Number | None  # Perplexity of the changed model / that of the original; None without targets
+    perplexity_ratio: Number | None  # Perplexity of the changed model / that of the original; None if unknown
     perplexity_ratio_se: Number | None  # Standard error of the ratio
 
 
@@ -155,7 +155,7 @@ class Stage(Outcome):
 
 
 class Control(Outcome):
-    """Effect of a simple alternative to the kernel in the same heads; only `far part, healed` is trained."""
+    """Effect of a simple alternative to the kernel in the swapped heads; only `far part, healed` is trained."""
 
     role: ControlRole
     kernel: str | None  # Spelling of the kernel; ranges if sites differ: `sink-window:4,68–80 by layer`, `4,68–all`
@@ -195,7 +195,7 @@ class HealingTraining(Record):
 
 
 class HealingControl(Record):
-    """Control for healing: the original model after the same training of the same parameters on the same text."""
+    """Control for healing: the original model, trained in the same way and on the same text as the swapped model."""
 
     best: int  # Step with the least validation loss, whose weights were kept
     tokens: int  # Number of tokens trained on, with repetitions
@@ -251,7 +251,7 @@ class Effect(Record):
     layer: int
     head: int | None = None  # Query head; None for the whole layer
     part: Part
-    delta: Number | None  # Change of the loss, or of the distance used instead (Swap.judged_by); None: model diverged
+    delta: Number | None  # Change in the loss, or in the distance used instead (Swap.judged_by); None: model diverged
     ci95: Interval | None = None
     p_value: Number | None = None  # Two-sided p-value of the change, by studentised bootstrap; None for a distance
     significant: bool = False  # True if significant at a false discovery rate of 5 % (Benjamini & Hochberg 1995)
@@ -268,9 +268,9 @@ class Swap(Outcome):
     task: Task
     noise: bool = False  # True if the input is random noise, so that losses are meaningless
     sites: list[SiteSwap]
-    identity_error: Number  # Relative change of the outputs if the model's own kernel is recomputed; at most 1e-5
-    causality_error: Number | None = None  # Relative change of outputs if later tokens change; 0 is ideal
-    mask_error: Number | None = None  # Relative change of tokens' outputs if padding changes; 0 is ideal
+    identity_error: Number  # Relative change in the outputs if the model's own kernel is recomputed; at most 1e-5
+    causality_error: Number | None = None  # Relative change in outputs if later tokens change; 0 is ideal
+    mask_error: Number | None = None  # Relative change in tokens' outputs if padding changes; 0 is ideal
     off_simplex: Number | None = None  # Share of the attention's mass that is negative, mean over the swapped sites
     tokens_per_second: Pair  # Speed of the evaluation's forward passes, median over batches
     peak_memory_bytes: Pair  # Largest memory during the evaluation's forward passes: resident (CPU) or allocated (GPU)
@@ -280,8 +280,8 @@ class Swap(Outcome):
     """Numbers that a swapped head stores for a window, mean over sites: m·(value_dim + 1) if it stores running sums
     over m features, else head_dim + value_dim for each token, or for each key that a filter keeps."""
     cache_bytes_per_token: Pair | None = None
-    """Size of the key-value cache of the swapped heads; None unless these are heads of the decoder's self-attention,
-    the kernel stores every key with fewer numbers (`rank`), and no other head reads the same keys."""
+    """Bytes per token in the swapped heads' key-value cache; None unless these are heads of the decoder's
+    self-attention, the kernel stores every key with fewer numbers (`rank`), and no other head reads the same keys."""
     controls: list[Control] = []
     sweep: list[Effect] = []  # Each head or layer swapped alone, the most harmful first
     predictors: list[Predictor] = []  # Correlation of each measure with the effects of single heads, smallest p first

@@ -43,7 +43,7 @@ class Call:
 
     @property
     def key_heads(self) -> tuple[int, ...]:
-        """Number of each query head's key head in the module."""
+        """Number, within the module, of the key head that each query head reads."""
         return self.selected or tuple(head // self.group for head in range(self.query.shape[1]))
 
     @property
@@ -145,7 +145,7 @@ class Site:
         return str(self.layer) if self.number is None else f"{self.part}.{self.number}"
 
     def is_among(self, layers: Collection[int | str] | None) -> bool:
-        """Return True if `layers` contains the layer as `decoder.2`, or as 2 (of any part), or is None (all layers)."""
+        """Return True if `layers` is None (all) or contains the layer, as `decoder.2` or as 2 (layer 2 of any part)."""
         number = self.layer if self.number is None else self.number
         return layers is None or number in layers or f"{self.part}.{number}" in layers
 
@@ -257,7 +257,7 @@ class QueryKey:
 
     @cached_property
     def shared(self) -> dict[str, Tensor]:
-        """Intermediate results of this QueryKey, by name, which analyzers cache for each other."""
+        """Cache of intermediate results that several analyzers need, keyed by name."""
         return {}
 
     @property

@@ -63,7 +63,7 @@ class Request(BaseModel):
 
 
 def _usage_error(kind: type[Request], error: ValidationError) -> UsageError:
-    """Return a UsageError for the first invalid option; for an unknown option or word, raise it instead."""
+    """Return the UsageError for the first invalid option; an unknown option or word raises its UsageError directly."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, value = str(first["loc"][0]), first["input"]
     checked_name("option", name, kind.model_fields)
@@ -91,7 +91,7 @@ class Details(TypedDict, total=False):
     most: int  # Largest allowed number
     call_only: CallOnly
     """Reason why a defaults file, which may belong to an untrusted model, must not set the option: the option is
-    `dangerous`, or names what is `read` or `written`."""
+    `dangerous`, or names a file or folder that is `read` or `written`."""
     noun: str  # Noun for the option's allowed words in messages; by default the option's name
     typed: object  # Type that typer parses, if the annotation does not imply it
     python_only: bool  # True for a keyword of the Python function that no command offers
@@ -114,7 +114,7 @@ def details(field: FieldInfo) -> Details:
 
 
 def alternatives(hint: object) -> tuple[type, ...]:
-    """Return the members of a union type without their validators; for another type, a tuple of that type."""
+    """Return the members of a union type, or a non-union type as the only member, without validators."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return tuple(part.__origin__ if get_origin(part) is Annotated else part for part in parts)
 

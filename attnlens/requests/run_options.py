@@ -31,7 +31,7 @@ new_folder = partial(option, panel=OUTPUT, metavar="DIR", call_only="written")  
 
 
 def is_recorded(field: FieldInfo) -> bool:
-    """Return False for options that reports omit: dangerous options, files, outputs and parallel work; else True."""
+    """Return True if reports record the option, which excludes dangerous options, files, outputs and parallel work."""
     about = details(field)
     return not about.get("call_only") and about.get("panel") not in (OUTPUT, WORK)
 
@@ -77,7 +77,7 @@ MemorySize = Annotated[
 
 
 class KeptRequest(Request):
-    """Options for storing finished units and resuming from them."""
+    """Options for storing finished units of work and resuming from them."""
 
     work: fields.Place = work_option(
         "Folder, or address such as `s3://bucket/folder`, that stores finished units of work until the report is "
@@ -107,7 +107,7 @@ class SpreadRequest(Request):
 
 
 class EngineRequest(Request):
-    """Options that select where the units of a run are computed."""
+    """Options that select where units of work are computed."""
 
     engine: Engine = work_option(
         "Run units of work in processes on this machine (`local`) or as tasks of a Ray cluster (`ray`).",
@@ -118,7 +118,7 @@ class EngineRequest(Request):
 
 
 class SharedRequest(KeptRequest, EngineRequest):
-    """Additional options of runs whose units can be computed in other processes."""
+    """Additional options of runs whose units of work can be computed in other processes."""
 
     shard: Shard | None = work_option(
         "Compute only part I of N, e.g. `2/8`; `auto` takes I and N from Slurm or torchrun. The same command "
@@ -320,7 +320,7 @@ class InspectRequest(WorkRequest, SeriesRequest):
 
 
 def place_weights(options: dict[str, object], places: Mapping[object, dict[str, object]]) -> dict[str, object]:
-    """Return the options; if the value of `device` is in `places`, replace `device` by the options it stands for."""
+    """Return the options; if the value of `device` is in `places`, replace `device` with the options it stands for."""
     place = options.get("device")
     if not isinstance(place, str) or place not in places:
         return options
@@ -354,7 +354,7 @@ class CompareRequest(SeriesRequest):
 
 
 def _listed(known: tuple[str, ...], noun: str, name: str, value: object) -> str:
-    """Join distinct names, from a string with commas or an iterable, by commas. Raise UsageError for unknown names."""
+    """Return the distinct names in `value`, separated by commas. Raise UsageError for an unknown name or no names."""
     names = value.replace(" ", "").split(",") if isinstance(value, str) else fields.words(name, value)
     for each in names:
         checked_name(noun, each, known)

@@ -140,7 +140,7 @@ class RanksRequest(KeptRequest, KernelRequest):
     )
     latents: LatentForm | None = option(
         "Form of the compressed keys (latents): `group=N|all` (key heads per latent), `rotation=before|after` (keys "
-        "before or after RoPE), `metric=attention|output` (weight the errors of scores by the attention weights, or "
+        "before or after RoPE), `metric=attention|output` (weight the errors in scores by the attention weights, or "
         "also by the effect of the scores on the predictions); join with commas.",
         metavar="FORM",
         shown="the best form on calibration text",
@@ -175,7 +175,7 @@ class HealRequest(KeptRequest, KernelRequest):
         least=1,
         most=65536,
     )
-    rank: Whole | None = keyword("Restrict the change of each weight matrix to this rank.", least=1, most=65536)
+    rank: Whole | None = keyword("Restrict the change in each weight matrix to this rank.", least=1, most=65536)
     control: bool = switch(
         "Train the original model too (needs `--learn text`). The same weights are trained on the same batches."
     )
@@ -193,7 +193,7 @@ class HealRequest(KeptRequest, KernelRequest):
 
 
 def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[Kernel]:
-    """Return the kernels of `swap_kernel`. Raise UsageError for contradictions, OutputError for an unusable --save."""
+    """Parse the kernels of a swap. Raise UsageError for contradictions, OutputError for an unusable --save."""
     kernels = _parse_kernels(words("kernels", spellings), request)
     if not kernels:
         raise UsageError("No kernel given.", "Give one, e.g. --kernel rbf.")
@@ -214,7 +214,7 @@ def swap_kernels(spellings: str | Sequence[str], request: SwapRequest) -> list[K
 
 
 def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, RanksRequest]:
-    """Return the kernel as a list, the plan or None, and the completed request. Raise UsageError for contradictions."""
+    """Return [kernel], the plan of --ranks, and the request with the plan's options. Raise UsageError if invalid."""
     plan, request = _read_plan(request)
     return _parse_kernels([_unlimited(request.latents if plan is None else plan.form)], request), plan, request
 
@@ -222,7 +222,7 @@ def rank_kernels(request: RanksRequest) -> tuple[list[Kernel], Plan | None, Rank
 def heal_kernels(
     kernel: str | Sequence[str] | None, request: HealRequest
 ) -> tuple[list[Kernel], Plan | None, HealRequest]:
-    """Return the kernel as a list, the plan or None, and the completed request. Raise UsageError for contradictions."""
+    """Return [kernel], the plan of --ranks, and the request with the plan's options. Raise UsageError if invalid."""
     plan, request = _read_plan(request)
     spellings = list(dict.fromkeys(words("kernel", (BUDGETED if plan else KERNEL) if kernel is None else kernel)))
     if len(spellings) != 1:

@@ -49,7 +49,7 @@ for group, names in GROUPS.items():
 
 
 def help_for(words: Sequence[str]) -> str | None:
-    """Return the short help of the command in `words`, or the overview without a command; None if `-h` is missing."""
+    """If `words` contain `-h`, return the short help of the command that they name, or the overview if they don't."""
     if "-h" not in words:
         return None
     if words[0] not in COMMANDS:

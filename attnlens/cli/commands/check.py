@@ -127,7 +127,7 @@ def _refuse_ignored(subject: str, model: str | None, request: CheckRequest, name
 
 
 def _load_rules(request: CheckRequest) -> list[Rule]:
-    """Return the rules of --rules and --rule; if both are missing, the rules in the first default file that has any.
+    """Return the rules from --rules and --rule; if both are missing, those in the first default file that has any.
 
     Raise UsageError if there is nothing to check.
     """

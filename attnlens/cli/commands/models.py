@@ -142,7 +142,7 @@ def _kernel_option(more: str) -> opt.Parameters:
     opt.OUTPUT_OPTIONS,
 )
 def swap_kernel(context: typer.Context) -> None:
-    """Run a model with another attention kernel, and measure the effect."""
+    """Run a model with a different attention kernel, and measure the effect."""
     params = context.params
     request, kernels = opt.build(SwapRequest, params), tuple(params["kernel"] or [KERNEL])
     swap_kernels(kernels, request)  # checked here too, because importing `analyses` takes seconds

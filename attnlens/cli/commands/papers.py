@@ -35,7 +35,7 @@ TRAINED = "Checkpoints and heads"
 MODELS = opt.argument(
     "models",
     "With --checkpoints: folders, files, hub ids or `demo`. With --head or --revisions: one model. "
-    "Without MODEL and these options, the synthetic experiments run.",
+    "Without MODEL or any of these options, the synthetic experiments run.",
     list[str] | None,
     "MODEL",
     shown=False,
@@ -110,7 +110,7 @@ def _series(params: Mapping[str, Any], models: Sequence[str]) -> tuple[Request, 
 
 
 def kind_of(params: Mapping[str, Sequence[str]]) -> str:
-    """Return the kind of run that the parameters request. Raise UsageError if a model is given that no option uses."""
+    """Return the kind of run that the parameters request. Raise UsageError if a named model is not used."""
     if params["checkpoints"] or params["revisions"] is not None:
         return SERIES_RUN
     if params["head"] is not None:

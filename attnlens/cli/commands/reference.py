@@ -23,7 +23,7 @@ LISTED = ("kernels", "analyzers", "measures", "architectures", "schema")
 
 
 def list_explained() -> list[str]:
-    """Return the names of the measures, kernels and terms that `explain` explains."""
+    """Return the names of the measures, kernels and terms that `explain` accepts."""
     from attnlens.report.sections import reference
 
     return [*reference.measure_pages(), *reference.kernel_pages(), *reference.TERMS]
@@ -48,7 +48,7 @@ SAVED = opt.argument("saved", "A report written by --json.", str, "REPORT")
 
 @opt.with_options(WHAT | PART | opt.PRINTED_MARKDOWN | opt.DEBUG)
 def list_(context: typer.Context) -> None:
-    """List kernels, analyzers, measures or model types and their support, or print the JSON Schema of reports."""
+    """List kernels, analyzers, measures, or model types with their level of support; or print the JSON Schema."""
     what = context.params["what"]
     kind = None if what is None else checked_name("list", what, LISTED)
     if kind == "schema":
@@ -86,7 +86,8 @@ def list_(context: typer.Context) -> None:
 
 @opt.with_options(EXPLAINED | opt.PRINTED_MARKDOWN | opt.DEBUG)
 def explain(context: typer.Context) -> None:
-    """Explain a measure, kernel or term: formula, range, null, errors, source, and how to interpret the value."""
+    """Explain a measure, kernel or term: formula, range, null distribution, standard error, source, and
+    interpretation."""
     from attnlens.report.sections.reference import explanation
 
     _print([explanation(" ".join(context.params["name"]))], markdown=context.params["markdown"])

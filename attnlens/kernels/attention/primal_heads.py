@@ -1,4 +1,4 @@
-"""Primal-Attention as a torch module: e- and r-scores of every token, a linear map of both, and the loss J."""
+"""Primal-Attention as a torch module: e- and r-scores of every token, a linear map of both, and the objective J."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class PrimalHeads(nn.Module):
     """The Primal-Attention heads of one layer: o_i = W_c[e_i; r_i] + b, computed from projected queries and keys.
 
     e_i = W_eᵀFφ(q_i) and r_i = W_rᵀFφ(k_i) with φ(x) = x/‖x‖ (Chen et al. 2023, Eq. 6); there are no values. Time and
-    memory are O(T·s). As in the published code, the heads share W_c and b. Initially, W_e and W_r are orthogonal
-    between heads, Λ is uniform in (0, 1), and W_c has the initial values of torch's Linear. The module stores log Λ,
-    which keeps Λ positive (the published code squares Λ). `samples` is the number of evenly spaced rows of F = X' (0: F
-    = I). head_dim and `samples` bound the rank.
+    memory are O(T·s). As in the published code, the heads share W_c and b. Initially, different heads' W_e are
+    orthogonal (as are their W_r), Λ is uniform in (0, 1), and W_c has the initial values of torch's Linear. The module
+    stores log Λ, which keeps Λ positive (the published code squares Λ). `samples` is the number of evenly spaced rows
+    of F = X' (0: F = I). head_dim and `samples` bound the rank.
     """
 
     def __init__(self, heads: int, head_dim: int, scores: int, value_dim: int | None = None, samples: int = 0) -> None:
@@ -73,8 +73,8 @@ class PrimalHeads(nn.Module):
     def objectives(self, convention: Convention = "paper") -> Float[Tensor, "batch heads"]:
         """Compute the objective J of the last forward pass for each sequence and head.
 
-        Raises UsageError if no forward pass is stored, as after a call of `regulariser` in training, or if the pass
-        recorded no gradients although gradients are enabled now.
+        Raises UsageError if no forward pass is stored (in training, `regulariser` deletes it), or if the pass recorded
+        no gradients although gradients are enabled now.
         """
         if self.last is None:
             problem = (
@@ -94,7 +94,7 @@ class PrimalHeads(nn.Module):
 
 
 def _callers_level() -> int:
-    """Return the `stacklevel` at which `warnings.warn` names the caller outside attnlens."""
+    """Return the `stacklevel` at which `warnings.warn` attributes a warning to the caller outside attnlens."""
     frame, level = sys._getframe(1), 1  # private by name only: documented, and much cheaper than inspect.stack()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("attnlens."):
         frame, level = frame.f_back, level + 1
@@ -102,7 +102,7 @@ def _callers_level() -> int:
 
 
 class PrimalAttention(nn.Module):
-    """Multi-head Primal-Attention with its projections of queries, keys and output, for any model.
+    """Multi-head Primal-Attention layer with projections for queries, keys and output, usable in any model.
 
     With `samples` > 0, F = X' consists of each head's slice of that many evenly spaced input rows, as in the paper.
     Causal heads require `samples` = 0.

@@ -1,4 +1,4 @@
-"""Choose the fastest exact way to compute an attention call, and explain why faster ways do not apply."""
+"""Choose the fastest exact route by which to compute an attention call, or say why no fused route is possible."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def attend(call: Call, kernel: Kernel, path: Route = "auto") -> Float[Tensor, "batch queries heads value_dim"]:
     """Compute softmax(log k(q, k) + bias, over the allowed keys) v; for signed kernels, Σ k v / Σ k.
 
-    `primal` instead computes its output from scores, without values. All other routes sum over the same keys without
-    truncation and differ only by rounding. Queries that see no key have uniform weights on the routes "row tiles" and
-    "banded tiles" in models without sinks, and zero weights otherwise. Raises UsageError if no route supports the call.
+    The kernel `primal` computes its output from scores instead. All routes for other kernels sum over the same keys and
+    differ only by rounding. Queries that see no key have uniform weights on the routes "row tiles" and "banded tiles"
+    in models without sinks, and zero weights otherwise. Raises UsageError if no route supports the call.
     """
     call, kernel = _prepare(call, kernel)
     return COMPUTED[route(call, kernel, path)](call, kernel).transpose(1, 2)
@@ -78,12 +78,12 @@ def _prepare(call: Call, kernel: Kernel) -> tuple[Call, Kernel]:
 
 FUSED = ("sdpa", "running sums", "window and running sums", "flex attention", "banded tiles")  # fastest first
 LONG, LONG_ON_GPU = 4096, ("flex attention", "banded tiles")
-"""On a GPU, these routes are faster than row tiles only from this number of queries and keys: compiling FlexAttention
+"""On a GPU, these routes are faster than row tiles only for at least LONG queries and keys: compiling FlexAttention
 takes 5 to 15 s, and bands are many small operations (H100, torch 2.11)."""
 
 
 def _find_obstacle(name: str, call: Call, kernel: Kernel) -> str | None:
-    """Return the reason why a fused route cannot compute the call; None if it can, "" if it never fits the kernel."""
+    """Return the reason why a fused route cannot compute the call: "" for an unsuitable kernel; None if it can."""
     info, near, hidden = kernel.info, kernel.near, kernel.filter
     sums, flex = name.endswith("running sums"), name == "flex attention"
     applies = {

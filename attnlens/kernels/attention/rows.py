@@ -35,8 +35,8 @@ def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Split a mask into the allowed pairs and the position bias that it adds (None: no bias).
 
     A constant added to all visible pairs is not a bias (EoMT adds 1). The bias of a masked pair is taken from sequences
-    in which the same pair of the same head is visible (Swin's windows); it is 0 without such sequences or if their
-    biases differ.
+    in which the same pair of the same head is visible (Swin's windows); it is 0 if there are no such sequences or if
+    their biases differ.
     """
     if mask is None or mask.dtype == torch.bool:
         return mask, None
@@ -90,7 +90,7 @@ class Positions:
     first: Int[Tensor, "#batch 1"]  # index of the first token of each sequence; keys before it are padding
 
     def keys_kept(self, key_filter: KeyFilter, rows: slice, columns: slice) -> Bool[Tensor, "#batch 1 rows columns"]:
-        """Return True for each key of `columns` that a query of `rows` keeps; positions count from the first token."""
+        """Return True for each pair of a query in `rows` and a key in `columns` that the filter keeps."""
         keys = torch.arange(columns.start, columns.stop, device=self.query.device) - self.first
         return key_filter.keeps(self.query[:, rows] - self.first, keys)[:, None]
 
@@ -146,7 +146,7 @@ def position_error(reason: str) -> UsageError:
 
 
 def by_whole(call: Call, kernel: Kernel) -> Outputs:
-    """Compute softmax(X) v of each sequence's real tokens, in O(T²) memory; padded rows are zero.
+    """Compute softmax(X) v for each sequence's real tokens, in O(T²) memory; padded rows are zero.
 
     X is the part of log k + bias that the kernel's tie keeps; the tie needs whole sequences.
     """
@@ -172,7 +172,7 @@ def refuse_hidden(call: Call, kernel: Kernel) -> None:
 
 
 def _sequences(call: Call, kernel: Kernel) -> Iterator[tuple[int, Int[Tensor, " n"], Float[Tensor, "heads n n"]]]:
-    """Yield each sequence's index, the positions of the real tokens, and the attention in float64."""
+    """Yield each sequence's index, the positions of its real tokens, and its attention weights in float64."""
     key, untied, part = call.paired_key, replace(kernel, tie=None), kernel.part
     assert part is not None  # noqa: S101  # guaranteed by route
     for index, tokens in enumerate(_find_real_tokens(call)):
@@ -197,13 +197,13 @@ TILE_BYTES_ON_GPU = 64 << 20  # in smaller tiles, starting the operations takes 
 
 
 def weights(call: Call, kernel: Kernel, rows: slice = slice(None)) -> Float[Tensor, "batch heads rows keys"]:
-    """Compute softmax(log k(q, k) + bias, over the allowed keys) of the queries `rows`, in float32 or better.
+    """Compute softmax(log k(q, k) + bias, over the allowed keys) for the queries `rows`, in float32 or better.
 
     The weight of a sink is not returned, so rows then sum to less than 1. A signed kernel gives k · exp(bias) / Σ,
-    which is not finite if the sum is zero. The hard kernel gives weight 1 to the first of the largest scores. Rows that
-    see no key are uniform, or zero if the model has sinks or the kernel has a tie that needs whole sequences. Raises
-    UsageError for a tie if queries and keys differ in number, and for a filter or hybrid if the queries' positions
-    among the keys are unknown.
+    which is not finite if the sum is zero. A hard kernel gives weight 1 to the first key with the largest score. The
+    row of a query that sees no key is uniform, or zero if the model has sinks or the kernel's tie needs whole
+    sequences. Raises UsageError for a tie if queries and keys differ in number, and for a filter or hybrid if the
+    queries' positions among the keys are unknown.
     """
     call, kernel = kernel.prepare_call(call)
     if kernel.part is not None:
@@ -244,7 +244,7 @@ def _positions(call: Call, kernel: Kernel) -> Positions | None:
 
 
 def _tiles(call: Call, reach: int | None) -> list[slice]:
-    """Split the queries into slices whose tiles fit in TILE_BYTES (TILE_BYTES_ON_GPU), but of at least 16 rows.
+    """Split the queries into slices whose tiles fit in TILE_BYTES (TILE_BYTES_ON_GPU); 16 rows are always allowed.
 
     With `reach`, a slice has at most max(reach, 64) rows.
     """

@@ -1,4 +1,4 @@
-"""Attention under kernels of the score, with or without filters, by compiled FlexAttention on a GPU."""
+"""Attention for kernels that are functions of the score, with or without filters, by FlexAttention on a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def by_scores(call: Call, kernel: Kernel, *, compiled: bool = True) -> Float[Ten
     """Compute softmax(log k(s⟨q, k⟩) + bias, over the allowed keys) v by FlexAttention.
 
     FlexAttention is compiled once per spelling of the kernel; `compiled=False` runs the same arithmetic without
-    compiling, for tests. Rows that see no key are zero.
+    compiling, for tests. Queries that see no key get 0.
     """
     query, key = kernel.apply_tie(call.query, call.paired_key)
     key = key.clone() if key is query else key  # torch cannot compile a kernel that gets the same tensor twice

@@ -1,4 +1,4 @@
-"""Fused attention: SDPA for products, running sums for features, hybrids, and Primal-Attention."""
+"""Fused attention: SDPA for scalar products, running sums for feature maps, hybrids, and Primal-Attention."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def by_hybrid(call: Call, kernel: Kernel) -> Sums:
     """Compute Σ_j w_ij v_j / Σ_j w_ij; w_ij is γ·exp(s_ij − max_near s_ij) for near keys and φ(q_i)φ(k_j) for others.
 
     γ is the weight of near keys. The result is exact and takes O(T·(w + chunk + features)) memory: each chunk of
-    queries is multiplied with the first tokens (sinks) and with the chunks of keys in its window; other keys enter by
+    queries is multiplied with the first tokens (sinks) and with the chunks of keys in its window; other keys enter as
     Σ_j φ(k_j) v_jᵀ. The sums are in float32 or better, and `smallest_kernel` is added to every φ(q_i)φ(k_j). The output
     is zero for a query that sees no key.
     """
@@ -237,7 +237,7 @@ def features(call: Call, samples: int = 0) -> tuple[Features, Features, Real]:
 
     φ normalises queries and keys or, under a causal mask, their means over tokens 0 … i. F is the identity or, if
     `samples` > 0, that many evenly spaced rows of φ(k) (in the paper, of the input). Raises UsageError for
-    cross-attention, a key-value cache, masks other than causality and padding, and samples under a causal mask.
+    cross-attention, a key-value cache, masks other than causal and padding masks, and samples under a causal mask.
     """
     causal, real = whole_reach(call)
     return *cosine_features(call.query, call.paired_key, real, causal=causal, samples=samples), real
@@ -271,17 +271,14 @@ def whole_reach(call: Call) -> Reach:
 
 
 def by_primal(call: Call, kernel: Kernel) -> Sums:
-    """Compute W_c[e_i; r_i] + b from the e- and r-scores of every token i, without values.
-
-    See Chen et al. 2023, Eq. 6 and section 3.3.
-    """
+    """Compute W_c[e_i; r_i] + b from the scores e_i and r_i of every token i (Chen et al. 2023, Eq. 6, section 3.3)."""
     query, key, _ = features(call, int(kernel.parameters.get("samples", 0)))
     output: Tensor = kernel.info.function(query, key, **kernel.parameters, **kernel.fitted)
     return output.to(call.query.dtype)
 
 
 def regulariser(call: Call, kernel: Kernel, convention: Convention) -> Float[Tensor, ""]:
-    """Compute one primal layer's penalty, averaged over sequences; the loss contains η times the penalty."""
+    """Compute one primal layer's regulariser, averaged over sequences; its weight in the loss is η."""
     query, key, real = features(call, int(kernel.parameters.get("samples", 0)))
     names = ("query_map", "key_map", "log_multipliers")
     query_map, key_map, log_multipliers = (kernel.fitted[name].to(query) for name in names)
