@@ -45,9 +45,9 @@ by √n (the 0.1 % level)."""
 
 
 def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bool:
-    """Return True if the errors' sizes are uniform up to half a unit in the last place, like those of rounding errors.
+    """Return True if |errors| are uniformly distributed up to half a unit in the last place, as rounding errors are.
 
-    If training started from weights of this type, its small steps also vanish in rounding, but their sizes are not
+    If training started from weights of this type, its small steps also vanish in rounding, but |errors| are not
     uniform. For float16, return False if bfloat16 also represents the numbers: bfloat16 is tested separately.
     """
     used = rounded != 0
@@ -235,7 +235,7 @@ def propose_grid(pair: Pair) -> Iterator[Fit]:
 
 
 MOST_MOVED = 1.0, 0.75
-"""Largest root-mean-square distance of a row of B from A: in steps, and relative to that of unrelated rows."""
+"""Largest root-mean-square distance of a row of B from A: in grid steps, and relative to that of unrelated rows."""
 
 
 def propose_compensated_grid(pair: Pair) -> Iterator[Fit]:
@@ -462,7 +462,7 @@ def propose_low_rank(pair: Pair) -> Iterator[Fit]:
 
 
 def _fit_low_rank(change: Float[Tensor, "rows width"], noise: float) -> tuple[Tensor, Tensor] | None:
-    """Return the part of a matrix with singular values above `noise`, and these values; None if the rank is not low."""
+    """Return a matrix's part with singular values above `noise`, and these values; None if there are 0 or too many."""
     most = min(RANKS, min(change.shape) // 4)
     if most < 1:
         return None
