@@ -85,7 +85,7 @@ PredictionHead: TypeAlias = Linear | Relu | Scores
 
 @dataclass(frozen=True)
 class Instances:
-    """Several trials of n instances each; instance i has f_i = h(Σ_t s_it x_it) with s_i = softmax_t(x_itᵀ W z_i).
+    """Several trials of n instances i, with outputs f_i = h(Σ_t s_it x_it) for weights s_i = softmax_t(x_itᵀ W z_i).
 
     See Tarzanagh et al. 2023, Eq. 1.
     """
@@ -126,7 +126,7 @@ class Instances:
 
 @dataclass(frozen=True)
 class Descent:
-    """Values recorded at some iterations of a descent, and its final state."""
+    """Values at the recorded iterations of a descent, and its final state."""
 
     steps: tuple[int, ...]  # Recorded iterations; 0 is the start
     W: Float[Tensor, "steps trials d d_query"]  # Form W, or K Qᵀ

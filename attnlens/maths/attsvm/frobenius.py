@@ -44,7 +44,7 @@ PATIENCE = 60  # Damped steps after which NNLS solves a degenerate problem
 WORST = 4  # Number of a query's most violated constraints that join the working set at once
 BETWEEN = 25  # L-BFGS-B steps between two calls of `Box.polish`
 NEWTON, WIDEST = 30, 1000
-"""Most Newton steps of `Box.polish`, and most λ in a step, whose time grows with the cube of the number of λ."""
+"""Limits on the number of Newton steps in `Box.polish`, and of λ in a step, whose time grows with their cube."""
 RIDGES = tuple(10.0**power for power in range(-12, 1, 2))
 """Numbers that Newton steps add to the unit diagonal of G: if G is singular, they would otherwise leave the bounds."""
 NOTICED = 1e-6  # Least slack, relative to |b| + |score|, that counts as a violation; less is within the duality gap

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Flags = Bool[Tensor, "queries keys"]
 
 TIE = 1e-6
-"""Scores are tied if they differ by at most this share of a query's largest |score|, about 10 roundings of float32."""
+"""Scores are tied if they differ by at most this share of a query's largest |score|, about 10 roundings in float32."""
 MOST_CONSTRAINTS = 2**15  # Most constraints of a problem: 100 MB of differences if d is 384
 MOST_EQUALITIES = 2**11
 """Largest number of equalities in a problem: factoring their Gram matrix takes 32 MB and a fraction of a second."""
@@ -208,7 +208,7 @@ def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Hea
         query_of.append(torch.full_like(others[-1], row))
         queries.append(scene.queries[position])
     if not queries:
-        raise UnposedError("No query selects a token.", "Pass sequences of at least two tokens.")
+        raise UnposedError("No query selects a token.", "Pass sequences of at least two different tokens.")
     z, equal = torch.stack(queries), torch.cat(inside)
     basis = row_basis(z)
     problem = build_problem(torch.cat(differences), z @ basis, torch.cat(query_of), (~equal).double(), equal)
@@ -252,7 +252,7 @@ class Nearness:
 def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Nearness | str:
     """Compare a head with the SVM of its selections, or return the reason why they cannot be compared.
 
-    `scenes` are the scenes from which the queries were chosen, or scenes with equal scores. If sets of several tokens
+    `scenes` are the scenes from which the queries were chosen, or some with the same scores. If sets of several tokens
     are selected, M − W_fin is compared with the SVM instead of M; W_fin is the form of least norm that has M's score
     differences inside the sets. Trained forms tend to W_fin + R · W_mm with growing R, so only M − W_fin can meet the
     equalities.

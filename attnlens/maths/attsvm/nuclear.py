@@ -2,7 +2,7 @@
 
 min ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c is equivalent to min ½ tr X, where W is the upper right corner of X = [[P, W], [Wᵀ, Q]]
 ⪰ 0. Its dual is max bᵀλ s.t. S = [[I, −M], [−Mᵀ, I]] ⪰ 0, M = Σλ u zᵀ, λ ≥ 0. Because each constraint has rank one,
-u zᵀ, the Newton system is a sum of elementwise products of four Gram matrices and has one row per constraint.
+u zᵀ, the Newton system is a sum of four elementwise products of Gram matrices and has one row per constraint.
 """
 
 from __future__ import annotations

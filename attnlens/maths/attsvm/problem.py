@@ -263,8 +263,8 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
     for sequence in sequences:
         if len(sequence) < 2 or not all(0 <= token < vocabulary for token in sequence):
             raise UsageError(
-                f"Each sequence must be input tokens followed by a label, with ids from 0 to {vocabulary - 1}; got "
-                f"{str(list(sequence))[:40]}.",
+                f"Each sequence must consist of input tokens followed by a label, with ids from 0 to {vocabulary - 1}; "
+                f"got {str(list(sequence))[:40]}.",
                 "Pass the ids of at least one input token and of the label.",
             )
         *inputs, label = sequence

@@ -53,7 +53,7 @@ class Layer:
     """False if adding a number to all scores of a query changes attention, because of a softcap or sinks."""
 
     is_post_norm: bool = False
-    """True if the norms follow the residual sums (BERT), so that a norm's output is also added to the next sum."""
+    """True if the norms follow the residual sums (BERT), so that a norm's output is also added to the next residual."""
 
     is_cross: bool = False
     """True if keys and values are computed from a different sequence than queries (cross-attention)."""

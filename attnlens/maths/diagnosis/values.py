@@ -130,7 +130,7 @@ def propose_factor(pair: Pair) -> Iterator[Fit]:
 
 
 def _name_factor(factor: float, head_dim: int) -> str:
-    """Return the formula of a familiar factor, such as ` (√head_dim)`; empty for other factors."""
+    """Return the formula of a familiar factor, such as ` (√head_dim)`; '' for other factors."""
     known = {"√head_dim": head_dim**0.5, "head_dim": float(head_dim)}
     for name, value in known.items():
         for label, number in ((name, value), (f"1/{name}", 1 / value)):
@@ -257,7 +257,7 @@ def propose_compensated_grid(pair: Pair) -> Iterator[Fit]:
 
 
 def _find_grids(pair: Pair) -> Iterator[tuple[str, Tensor, Tensor, Grid]]:
-    """Yield the first grouping of B whose groups all lie on a grid: its name, the groups of A and B, and the grid."""
+    """Yield the first grouping, if any, whose groups of B all lie on grids: its name, groups of A and B, and grids."""
     if pair.first.dim() < 2:
         return
     for where, first, second in _list_groups(*_both_as_rows(pair)):
@@ -381,7 +381,7 @@ def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
         text = f"{{parts}} changed in {len(places)} {kind}{several} only: {format_spans(places.tolist())}"
         before, after = (part.double().movedim(axis, 0)[changed.any(1 - axis)] for part in (first, second))
         if bool(((after - before).norm(dim=1) <= TRAINED * before.norm(dim=1)).all()):
-            text += " (by at most a tenth of their size, as in training)"
+            text += " (by at most a tenth of their norm, as in training)"
             yield Fit(f"{kind}s trained", text, None, pair.second)
         else:
             yield Fit(f"{kind}s replaced", text, f"copy the {kind}{several} from the first model", pair.second)

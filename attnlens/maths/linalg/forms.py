@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PANELS = 4  # Column panels of AᵀA: only 10 of 16 blocks, on and above the diagonal, are computed
 ROWS = 512  # Rows of a factor multiplied at once: the rows and their products fit in the second-level cache
 LARGEST_CONDITION = 1e5
-"""Largest condition number at which a Cholesky root is used: its relative error, eps · condition², is about 2e-6."""
+"""Largest condition number at which a Cholesky root is used: its relative error is eps · condition², about 2e-6."""
 
 
 def symmetry(form: Form) -> PerHead:
@@ -300,7 +300,7 @@ class Form:
 
     @property
     def group(self) -> int | None:
-        """Number of consecutive query heads per key head; None if there is no such number (subset of heads)."""
+        """Number of consecutive query heads per key head; None if it is not constant (as in a subset of heads)."""
         key_of, kv_heads = self.query_key.key_of, self.query_key.key.shape[-3]
         group = len(key_of) // kv_heads
         return group if group and key_of == tuple(head // group for head in range(group * kv_heads)) else None

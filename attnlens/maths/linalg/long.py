@@ -1,4 +1,4 @@
-"""Matrices of long sequences in tiles of rows: leading singular values, and masks made of intervals."""
+"""Matrices of long sequences, computed in tiles of rows: leading singular values, and sums over interval masks."""
 
 from __future__ import annotations
 

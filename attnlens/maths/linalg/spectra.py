@@ -264,7 +264,7 @@ def _run_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> l
 
 @cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Return the process's pool of this many threads; the pool is cached, because starting threads takes time."""
+    """Return the process's pool of `workers` threads, which is cached because starting threads takes time."""
     return ThreadPoolExecutor(workers, initializer=_one_thread)
 
 

@@ -253,7 +253,7 @@ def _centre_scores(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m
 
 
 def _exceeds_rounding(norm: Norms, scores: Norms, keys: int) -> Bool[Tensor, "*batch"]:
-    """Return True if a norm exceeds the rounding left by centring the rows of scores with norm `scores`."""
+    """Return True if the `norm` of row-centred scores exceeds rounding; `scores` is the norm before centring."""
     # Strict: scores that are constant in each row leave at most this norm.
     return norm > torch.finfo(norm.dtype).eps * keys * scores
 

@@ -64,7 +64,7 @@ class Blocks:
         return self.values.double().mean(1)
 
     def p_values(self) -> list[float]:
-        """Return the two-sided p-value for the hypothesis μ_a = μ_b of each pair in `pairs_of`.
+        """Return the two-sided p-value of each pair (a, b) of treatments, in the order of `pairs_of`, for μ_a = μ_b.
 
         A p-value is NaN if there is a single block, or if more than half of the pairs of the same two kinds have
         differences of zero variance.

@@ -170,7 +170,7 @@ def paired_difference(
 def _contrast(
     pair: Float[Tensor, "2 windows"], weight: PerWindow, times: Samples, design: Design, of: Transform | None
 ) -> tuple[PerDraw, PerDraw]:
-    """Return the difference of(mean after) − of(mean before) in each sample, and its delta-method standard error."""
+    """Return `of`(mean after) − `of`(mean before) in each sample, and its delta-method standard error."""
     total = (times * weight).sum(-1)
     means = torch.stack([(times * weight * side).sum(-1) / total for side in pair])
     values, slopes = means, torch.ones_like(means)
