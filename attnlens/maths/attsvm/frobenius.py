@@ -232,7 +232,7 @@ class Constraints(UnitConstraints):
         return outside
 
     def complete(self, rows: Rows, loads: Loads, meet_bounds: bool = True) -> Multipliers:
-        """Append equalities to the rows, and λ that give each equality the score b (0 if `meet_bounds` is False)."""
+        """Append the equalities to the rows, with λ that give each of them the score b (0 unless `meet_bounds`)."""
         if not len(self.independent):
             return rows, loads
         zeros = np.zeros(len(self.independent))
@@ -403,7 +403,7 @@ def solve_by_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> Loads:
     """Return λ ≥ 0 such that w = rowsᵀλ is the shortest w with rows·w ≥ b or, if there is none, rowsᵀλ = 0 < bᵀλ.
 
     λ is the NNLS solution of min ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖ (Lawson and Hanson 1974, §23.4), whose residual is zero
-    exactly if no w exists. Dependent and repeated constraints are allowed.
+    if and only if no w exists. Dependent and repeated constraints are allowed.
     """
     if not (bounds > 0.0).any():
         return np.zeros(len(bounds))
@@ -497,7 +497,7 @@ class Box(UnitConstraints):
         return rise
 
     def is_optimal(self, loads: Loads, tolerance: float) -> bool:
-        """Return True if P − D = max ∇·(λ' − λ) over λ' in the box, with ∇ = b − Gλ, is at most `tolerance` times P."""
+        """Return True if the gap P − D = max ∇·(λ' − λ) over λ' in the box, where ∇ = b − Gλ, is ≤ `tolerance` · P."""
         uphill = self.uphill(loads)
         missing = float(np.maximum(uphill * (self.high - loads), uphill * (self.low - loads)).sum())
         return missing <= tolerance * (missing + 0.5 * float(loads @ (self.unit_bounds + uphill)))

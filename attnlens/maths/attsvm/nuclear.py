@@ -38,7 +38,7 @@ MISSING = 0.1  # Allowed violation of a constraint, as a share of the tolerance
 LEAST_MISSING = 1e-7  # Violation that is always allowed: the Newton system's rounding leaves about 3e-8
 INSIDE = 0.95  # Largest step, as a share of the way to the border of the cone
 NEWTON_STEPS = 6
-"""Most Newton steps. Convergence is quadratic near the solution (1e-4, 1e-8, 1e-16); the first few steps lead there."""
+"""Limit on Newton steps. After a few steps, convergence is quadratic: errors of 1e-4, 1e-8, 1e-16."""
 CONVERGED = 1e-14  # Relative length of a step that ends the iteration, because the next step would be rounding
 MOST_UNKNOWNS = 1000  # Most unknowns of the dense system, which takes about a second per step
 SMALL = 256  # Most constraints of a problem whose working set contains all of them from the start

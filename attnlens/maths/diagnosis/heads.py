@@ -43,7 +43,7 @@ def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
 
 
 def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> tuple[Parts, list[str]]:
-    """Return the reordered parts of `first`, keyed by name, and the names of those that could be but stay in place.
+    """Return the reordered parts of `first`, keyed by name, and the names of parts that could be reordered but are not.
 
     A weight is reordered if the order of its role is not the identity; any other tensor with an axis of heads, only if
     this brings it nearer to the second layer.

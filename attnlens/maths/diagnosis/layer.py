@@ -19,7 +19,7 @@ ROLES = ("query", "key", "value", "output")
 SYMBOLS = {"query": "Q", "key": "K", "value": "V", "output": "O"}
 SINGLE = torch.finfo(torch.float32).eps
 ROUNDING = 0.25
-"""Upper limit on a tensor's relative root-mean-square rounding error, in relative spacings of its type (mean: 0.2)."""
+"""Upper limit on a tensor's relative rms rounding error, in units of its type's relative spacing (0.2 on average)."""
 EXPLAINED, FACTOR = 10.0, 10.0
 """A hypothesis explains a tensor if the remaining difference is at most EXPLAINED times the rounding, and at most
 1/FACTOR of the difference without a hypothesis."""
@@ -53,7 +53,7 @@ class Layer:
     """False if adding a number to all scores of a query changes attention, because of a softcap or sinks."""
 
     is_post_norm: bool = False
-    """True if the norms follow the residual sums (BERT), so that a norm's output is also added to the next residual."""
+    """True if the norms follow the residual sums (BERT), so that a norm's output is a term of the next sum."""
 
     is_cross: bool = False
     """True if keys and values are computed from a different sequence than queries (cross-attention)."""

@@ -77,7 +77,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The causes of the difference between two layers."""
+    """The causes of the difference between two layers, and what they leave unexplained."""
 
     causes: list[Cause] = field(default_factory=list)
     unexplained: list[str] = field(default_factory=list)  # names of the parts that no hypothesis explains
@@ -107,7 +107,7 @@ def diagnose(first: Layer, second: Layer, order: Sequence[int] = ()) -> Diagnosi
     """Find the hypotheses that turn the first layer into the second: single hypotheses, then pairs.
 
     If heads are known to have moved with all their tensors, `order` contains, for each query head of the first layer,
-    its number in the second; otherwise `order` is empty.
+    its index in the second; otherwise `order` is empty.
     """
     first = replace(first, headless=first.headless | second.headless)
     best = Search(first, second)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 GLANCE = 128  # Size of the leading block that is searched for a proof of indefiniteness before the whole matrix
 FACTORED = 8192
-"""Most tokens for which Cholesky decides whether a kernel is definite, if no tile does; it takes 1.5 GB of memory."""
+"""Most tokens for which Cholesky decides if no tile proves a kernel indefinite; it takes 1.5 GB of memory."""
 POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan  # values of `definite`
 
 

@@ -467,7 +467,7 @@ def _change_roots(query_key: QueryKey, base: QueryKey) -> tuple[Roots, Roots]:
 
 
 def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_partner: Tensor) -> Tensor:
-    """Return R of [a·first b·second] by QR; a and b balance the norms of each block and its partner."""
+    """Return R of [a·first b·second] by QR; a and b equalise the norms of each block and its partner."""
     scaled = []
     for part, partner in ((first, first_partner), (second, second_partner)):
         norm, partner_norm = (torch.linalg.matrix_norm(side, keepdim=True) for side in (part, partner))
