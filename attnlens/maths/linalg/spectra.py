@@ -77,10 +77,10 @@ def feature_rank(query_key: QueryKey, error: float) -> PerHead:
     Sums and errors are over the visible pairs. K can have any values at hidden pairs, because zeros there would give
     every causal head full rank. A query whose sum is not positive has error 1, and a sink keeps its weight.
 
-    For m = 1, attention depends only on the key and is fitted by likelihood. For m > 1, K is fitted to attention at visible pairs
-    and to its previous values at hidden pairs (hard imputation, Mazumder et al. 2010), by STEPS steps of subspace
-    iteration from the fit for m = 1. Bisection finds m, which is an upper bound on the least rank; the least rank
-    under a mask has no closed form. NaN if no query sees two keys.
+    For m = 1, attention depends only on the key and is fitted by likelihood. For m > 1, K is fitted to attention at
+    visible pairs and to its previous values at hidden pairs (hard imputation, Mazumder et al. 2010), by STEPS steps of
+    subspace iteration from the fit for m = 1. Bisection finds m, which is an upper bound on the least rank; the least
+    rank under a mask has no closed form. NaN if no query sees two keys.
     """
 
     def ranks(attention: Tensor, visible: Tensor) -> Tensor:
