@@ -281,7 +281,7 @@ def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
 
 
 def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
-    """Return True if `basis` commutes with RoPE: on the pairs that RoPE rotates, it only rotates and scales each.
+    """Return True if `basis` commutes with RoPE: it rotates and scales each rotated pair, mixing only unrotated rows.
 
     Return False if the pairs are unknown.
     """

@@ -72,7 +72,7 @@ def is_rounded(first: Tensor, second: Tensor, kind: torch.dtype) -> bool:
 
 
 def is_exact(part: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if a type represents all values exactly."""
+    """Return True if `dtype` represents all values of `part` exactly."""
     return torch.equal(part.to(dtype).to(part.dtype), part)
 
 
