@@ -6,9 +6,9 @@
 - `diagnosis`: hypotheses about the difference between two attention layers: permutations, quantisation, low rank.
 - `statistics`: standard errors, intervals, p-values, null distributions, rank correlations.
 
-Inputs are tensors, or the `QueryKey` of an attention site; outputs are tensors, numbers or frozen dataclasses.
-Computations are in float64 unless a docstring says otherwise. Importers: `analyzers`, `kernels`, `models`, `runs`,
-`lab`.
+Inputs are tensors, dataclasses of tensors or an attention site's `QueryKey`; outputs are tensors, numbers or
+dataclasses. Computations are in float64 unless a docstring says otherwise. Importers: `analyzers`, `kernels`, `models`,
+`runs`, `lab`.
 """
 
 from attnlens.lazy import import_submodules

@@ -161,7 +161,7 @@ def orthogonal_draws(count: int, head_dim: int, seed: int) -> Float[Tensor, "cou
 
 @dataclass(frozen=True)
 class Dual:
-    """H_e, Σ and H_r of Chen et al. 2023, Theorem 3.2: s leading singular triplets of each head's kernel matrix K.
+    """H_e, Σ and H_r of Chen et al. 2023, Theorem 3.2: the s leading singular triplets of each head's kernel matrix K.
 
     A component beyond K's rank has σ = 0 and columns of zeros, because its singular vectors would be arbitrary.
     """
@@ -177,7 +177,7 @@ class Dual:
 
     @property
     def multipliers(self) -> Float[Tensor, "*batch s"]:
-        """Λ = Σ⁻¹; 0 for each σ that is 0."""
+        """Λ = Σ⁻¹, with 0 where σ is 0."""
         return torch.where(self.values > 0, 1 / torch.where(self.values > 0, self.values, 1.0), 0.0)
 
     @property
@@ -339,7 +339,7 @@ class Nystrom:
 
 
 def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystrom:
-    """Compute feature maps from a block W = K(x_I, y_J); `dual` of the features approximates the SVD of all of K.
+    """Compute feature maps from a block W = K(x_I, y_J); `dual` of the features approximates the SVD of the whole K.
 
     Use this function if K does not fit in memory. Build the block from `sampled_rows` of queries and keys. Pass
     K(x, y_J) to `query_features` and K(x_I, y) to `key_features`, and both results to `dual`; the module docstring has
@@ -347,8 +347,8 @@ def nystrom(block: Float[Tensor, "*batch n_sampled m_sampled"], s: int) -> Nystr
 
     The result is exact if W has the rank of K and s is at least this rank. Otherwise, with k = n' = m' = s and W
     invertible, the error is at most σ_{k+1}(K) · ‖K(·, y_J)W⁻¹‖₂ · ‖V_J⁻¹‖₂, where V_J consists of the sampled rows of
-    K's k leading right singular vectors. This bound grows as W approaches a singular matrix. σ of W up to eps · size ·
-    σ₁ count as 0. Raises UsageError if s < 1 or if W contains NaN or Inf.
+    K's k leading right singular vectors. This bound grows as W approaches a singular matrix. σ of W up to eps ·
+    max(n', m') · σ₁ count as 0. Raises UsageError if s < 1 or if W contains NaN or Inf.
     """
     solution = matrix_dual(block, s)
     half = solution.multipliers.sqrt()[..., None, :]
@@ -406,7 +406,7 @@ def objective(
       instead of Λ = 1/σ.
 
     J has the unit of the kernel, can be negative, and is differentiable in every argument. Raises UsageError for
-    another convention.
+    any other convention.
     """
     _check_convention(convention)
     trace = (query_weight * key_weight).sum((-2, -1))
@@ -423,7 +423,7 @@ def regulariser(objectives: Float[Tensor, "*batch layers heads"], convention: Co
     - "paper": Σ_layers Σ_heads J². The paper does not mention heads; each head is treated as a separate problem.
     - "code": mean_layers (mean_heads J)². A negative J of one head can cancel a positive J of another.
 
-    Raises UsageError for another convention.
+    Raises UsageError for any other convention.
     """
     _check_convention(convention)
     if convention == "paper":
@@ -440,7 +440,7 @@ def principal_angles(left: Left, right: Left) -> Float[Tensor, "*batch s"]:
     """Return the principal angles between the spans of two sets of orthonormal columns, ascending, in [0, π/2] radians.
 
     A zero column spans nothing and counts as an angle of π/2. Small angles are computed from the sines, large ones from
-    the cosines, so that both are exact to rounding (Knyazev & Argentati 2002).
+    the cosines, so that both are accurate to rounding (Knyazev & Argentati 2002).
     """
     overlap = left.mT @ right
     cosines = singular_values(overlap).clamp(max=1.0)  # rounding can leave a cosine above 1

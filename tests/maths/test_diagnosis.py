@@ -549,7 +549,7 @@ def test_rows_that_changed_slightly_were_trained_and_need_no_repair():
     first = draw(**{"embed.weight": embedding.clone()})
     embedding[90:98] += 1e-3 * torch.randn(8, WIDTH)
     cause = find_cause(first, {"embed.weight": embedding})
-    text = "embed.weight is changed in 8 rows only: 90–97 (by at most a tenth of their size, as in training)"
+    text = "embed.weight is changed in 8 rows only: 90–97 (by at most a tenth of their norm, as in training)"
     assert (cause.text, cause.repair, cause.harmless) == (text, None, False)
     embedding[3] = 0  # one row is lost
     assert find_cause(first, {"embed.weight": embedding}).repair == "copy the rows from the first model"

@@ -3,7 +3,7 @@
 - `problem`: functions that build problems (`selection`, `prompt`, `causal`, `selection_sets`, `finite_part`,
   `next_token`), and `certify`, which computes a solution and its duality gap from multipliers.
 - `frobenius`: `solve`, which minimises ‖W‖_F, `soft_margin`, which also allows violations, and `separable`, which
-  decides if any W meets the constraints.
+  decides whether any W meets the constraints.
 - `nuclear`: `solve_nuclear`, which minimises the nuclear norm.
 - `head`: the comparison of an attention head with its SVM.
 - `descent`: gradient descent on one-layer attention, for many trials at once.

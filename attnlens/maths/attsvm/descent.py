@@ -30,13 +30,13 @@ LARGEST = torch.finfo(torch.float64).max
 
 
 class Anchored(NamedTuple):
-    """Tokens stored as differences from an anchor token α, so that small differences are exact."""
+    """The tokens of each instance as differences from its anchor token α, so that small differences keep all digits."""
 
     chosen: Int[Tensor, "trials n"]  # Index α
     token: Float[Tensor, "trials n d"]  # x_α
     differences: Float[Tensor, "trials n T d"]  # u_t = x_t − x_α
     pulls: Bool[Tensor, "trials n T"]
-    """True if token t affects the gradient: t is allowed and differs from α (u_t ≠ 0)."""
+    """True if token t can affect the gradient: t is allowed and differs from α (u_t ≠ 0)."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Relu:
 
 @dataclass(frozen=True)
 class Scores:
-    """Linear prediction head, given by the score γ_t of each token: f = Σ_t s_t γ_t."""
+    """Linear prediction head, given by the score γ_t of each token: f = Σ_t s_t γ_t for attention weights s."""
 
     scores: Float[Tensor, "trials n T"]
 
@@ -80,12 +80,12 @@ class Scores:
 
 
 PredictionHead: TypeAlias = Linear | Relu | Scores
-"""A function h of attention's output, f = h(Σ_t s_t x_t); the score of token t is γ_t = ∇h·x_t."""
+"""A function h of attention's output, f = h(Σ_t s_t x_t) for weights s; the score of token t is γ_t = ∇h·x_t."""
 
 
 @dataclass(frozen=True)
 class Instances:
-    """Instances i of several trials of equal size, with f_i = h(Σ_t s_it x_it) and s_i = softmax_t(x_itᵀ W z_i).
+    """Several trials of n instances i, with outputs f_i = h(Σ_t s_it x_it) for weights s_i = softmax_t(x_itᵀ W z_i).
 
     See Tarzanagh et al. 2023, Eq. 1.
     """
@@ -95,7 +95,7 @@ class Instances:
     labels: Float[Tensor, "trials n"]  # Labels Y = ±1
     head: PredictionHead  # Prediction head h
     allowed: Bool[Tensor, "trials n T"] | None = None
-    """True for tokens in the softmax, as in a causal mask; None: all tokens."""
+    """Mask of the tokens that the softmax includes, such as a causal mask; None: all tokens."""
 
     def anchor(self, chosen: Int[Tensor, "trials n"]) -> Anchored:
         """Return the tokens as differences from the chosen token of each instance."""
@@ -126,7 +126,7 @@ class Instances:
 
 @dataclass(frozen=True)
 class Descent:
-    """Values recorded at some iterations of a descent, and its final state."""
+    """Values at the recorded iterations of a descent, and its final state."""
 
     steps: tuple[int, ...]  # Recorded iterations; 0 is the start
     W: Float[Tensor, "steps trials d d_query"]  # Form W, or K Qᵀ
@@ -165,9 +165,9 @@ def descend(
 
     If `start` is a pair of factors (K, Q) with W = KQᵀ, the steps are K ← K − lr·∇_W Q/c and Q ← Q − lr·∇_WᵀK/c. With
     the normaliser "form", c is ‖∇_W‖ in both steps, and ‖W‖ after t steps grows at most as (1 + lr)^2t; with "own",
-    each direction is divided by its own norm, and ‖W‖ grows at most as t². `floor` is added to every norm. With the
-    2.2e-16 of the published code, a trial stops if its gradient vanishes; with 0, it follows the remaining tiny
-    gradient. The losses are log(1 + e^(−Yf)) ("logistic"), e^(−Yf) ("exponential") and −log(Yf) ("log"), which needs
+    each step is divided by its own norm, and ‖W‖ grows at most as t². `floor` is added to every norm: with 2.2e-16,
+    as in the published code, a trial stops once its gradient vanishes; with 0, it follows even the tiniest gradient.
+    The losses are log(1 + e^(−Yf)) ("logistic"), e^(−Yf) ("exponential") and −log(Yf) ("log"), which needs
     Yf > 0.
 
     `record` lists the iterations to record (0 is the start); the last iteration is always recorded. `progress` is
@@ -200,9 +200,9 @@ def gradient(
 ) -> tuple[BilinearForm, PerTrial]:
     """Return (D, c) with D·e^c = ∇ = (1/n) Σ_i ℓ'_i Σ_{t≠α} s_it (γ_it − γ̄_i) u_it z_iᵀ, the mean loss's gradient.
 
-    Here u_it = x_it − x_iα, and γ̄_i is the mean of γ_it with the weights s_it. In the textbook formula Σ_t s_t (γ_t −
+    Here u_it = x_it − x_iα, and γ̄_i is the mean of γ_it weighted by s_it. In the textbook formula Σ_t s_t (γ_t −
     f) x_t, the term t = α nearly cancels all others: no digits remain if 1 − s_α < 1e-16. Logarithms keep the direction
-    exact even if all s_t underflow. The coefficients of u_it z_iᵀ in D are at most 1 in absolute value.
+    accurate even if all s_t underflow. The coefficients of u_it z_iᵀ in D are at most 1 in absolute value.
     """
     output, rises = instances.head.evaluate(log_weights.exp(), anchored)
     margin = instances.labels * output
@@ -221,7 +221,7 @@ def gradient(
 
 
 def _step(parts: Parts, D: BilinearForm, lr: float, normaliser: Normaliser, floor: PerTrial) -> Parts:
-    """Return W minus a multiple of D, or K and Q minus multiples of D Q and Dᵀ K; `floor` has the scale of D."""
+    """Return W − lr·D/‖D‖, or K − lr·DQ/c and Q − lr·DᵀK/c, with c as in `descend`; `floor` is in the units of D."""
     if len(parts) == 1:
         return (parts[0] - lr * unit(D, floor),)
     K, Q = parts

@@ -44,9 +44,9 @@ PATIENCE = 60  # Damped steps after which NNLS solves a degenerate problem
 WORST = 4  # Number of a query's most violated constraints that join the working set at once
 BETWEEN = 25  # L-BFGS-B steps between two calls of `Box.polish`
 NEWTON, WIDEST = 30, 1000
-"""Most Newton steps of `Box.polish`, and most λ per step, because a step's time grows with the cube of their number."""
+"""Limits on the number of Newton steps in `Box.polish`, and of λ in a step, whose time grows with their cube."""
 RIDGES = tuple(10.0**power for power in range(-12, 1, 2))
-"""Numbers added to the diagonal of G, which is 1: if G is singular, steps would otherwise leave the bounds."""
+"""Numbers that Newton steps add to the unit diagonal of G: if G is singular, they would otherwise leave the bounds."""
 NOTICED = 1e-6  # Least slack, relative to |b| + |score|, that counts as a violation; less is within the duality gap
 
 
@@ -56,7 +56,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
     This is the Att-SVM of Tarzanagh et al. 2023. The solver eliminates equalities, minimises ½λᵀGλ − bᵀλ (G is the Gram
     matrix of the u zᵀ) over a working set of constraints, and adds each query's most violated constraints, at most
     `limit` times. If this does not suffice, the status is `inaccurate`, and `gap` is the gap reached. Raises
-    UsageError for a tolerance ≤ 0, a limit < 1, and differences, queries or margins that are not 0 and have a size
+    UsageError for a tolerance ≤ 0, a limit < 1, and nonzero differences, queries or margins whose largest |entry| is
     outside [1e-50, 1e50]; raises UnposedError for a problem without constraints.
     """
     check_solvable(problem, tolerance, limit)
@@ -92,7 +92,7 @@ def solve(problem: Problem, tolerance: float = 1e-9, limit: int = 200) -> Soluti
 
 @dataclass(frozen=True)
 class Separability:
-    """Result of `separable`: whether any W meets the constraints u W z ≥ b, with a proof.
+    """Whether any W meets the constraints u W z ≥ b, with a proof.
 
     The proof is λ: a multiple of Σλ u zᵀ meets the constraints, or Σλ u zᵀ = 0 < Σλb (Gordan 1873, Farkas 1902).
     """
@@ -196,7 +196,7 @@ class Constraints(UnitConstraints):
         return answer.reshape(right.shape)
 
     def inner_products(self, rows: Rows) -> Float[ndarray, "k rank"]:
-        """Return the inner products (L⁻¹G_Ec)ᵀ of c in rows with the orthonormalised equalities, cached for each c."""
+        """Return the cached inner products (L⁻¹G_Ec)ᵀ of constraints c in rows with the orthonormalised equalities."""
         new = rows[self.position[rows] < 0]
         if len(new):
             self.position[new] = self.count + np.arange(len(new))
@@ -232,7 +232,7 @@ class Constraints(UnitConstraints):
         return outside
 
     def complete(self, rows: Rows, loads: Loads, meet_bounds: bool = True) -> Multipliers:
-        """Return the rows and λ, extended by λ that give each equality the score b (0 if `meet_bounds` is False)."""
+        """Append the equalities to the rows, with λ that give each of them the score b (0 unless `meet_bounds`)."""
         if not len(self.independent):
             return rows, loads
         zeros = np.zeros(len(self.independent))
@@ -244,7 +244,7 @@ class Constraints(UnitConstraints):
         return all_rows, multipliers
 
     def refine(self, rows: Rows, loads: Loads) -> Loads:
-        """Refine the λ of inequalities if equalities were eliminated; return λ unchanged if this makes an entry < 0."""
+        """Make λ more accurate if equalities were eliminated; return λ unchanged if an entry would become negative."""
         support = np.flatnonzero(loads)
         if not len(support) or not len(self.independent):
             return loads
@@ -256,7 +256,7 @@ class Constraints(UnitConstraints):
         return better if (better >= 0.0).all() else loads
 
     def find_contradiction(self, rows: Rows) -> tuple[Int[ndarray, " one"], Float[ndarray, " one"]]:
-        """Return the row that most clearly contradicts the equalities, and the sign of λ; empty arrays if none does."""
+        """Return the row that most clearly contradicts the equalities, and its λ = ±1; both are empty if none does."""
         outside = ~self.empty[rows] - (self.inner_products(rows) ** 2).sum(-1)
         short = np.where(self.equal[rows], np.abs(self.missing[rows]), self.missing[rows])
         beyond = short > MISSED * np.abs(self.unit_bounds[self.equal]).max(initial=0.0)
@@ -318,7 +318,7 @@ class WorkingSet:
         self.optimal = bool((short <= self._rounding(self.bounds)).all())
 
     def find_violated(self) -> Rows:
-        """Return up to WORST of each query's most violated constraints; none if λ proves that no W exists."""
+        """Return the most violated constraints, at most WORST of each query; none if λ proves that no W exists."""
         constraints, support = self.constraints, np.flatnonzero(self.loads)
         scores = constraints.scores(self.rows[support], self.loads[support])
         proven = PROOF * float(np.abs(self.loads).sum())
@@ -348,8 +348,8 @@ class WorkingSet:
 def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[ndarray, " k"]) -> Loads | None:
     """Minimise ½λᵀGλ − bᵀλ over λ ≥ 0 by exchanging all wrong signs at once (Kim and Park 2011, Alg. 2).
 
-    `support` is the first guess. Returns None if a block of G is singular up to rounding, or if the exchanges do not
-    converge; the caller then uses `damped_step`.
+    `support` is the first guess of where λ > 0. Returns None if a block of G is singular up to rounding, or if the
+    exchanges do not converge; the caller then uses `damped_step`.
     """
     fewest, patience = len(bounds) + 1, PIVOTS
     while patience:
@@ -375,9 +375,9 @@ def exchange_signs(gram: Float[ndarray, "k k"], bounds: Loads, support: Bool[nda
 
 
 def damped_step(gram: Float[ndarray, "k k"], bounds: Loads, loads: Loads, damping: float) -> tuple[Loads, float]:
-    """Return a better λ ≥ 0 for min ½λᵀGλ − bᵀλ by a projected Newton step (Bertsekas 1982), and the next damping.
+    """Lower ½λᵀGλ − bᵀλ over λ ≥ 0 by a projected Newton step (Bertsekas 1982); return λ and the next damping.
 
-    The step uses G + damping · I, which is not singular if constraints are repeated. The objective never rises, so
+    The step uses G + damping · I, which is not singular even if constraints are repeated. The objective never rises, so
     steps cannot cycle. If no step lowers the objective, λ is unchanged and the damping grows.
     """
     slack = gram @ loads - bounds
@@ -403,7 +403,7 @@ def solve_by_nnls(rows: Float[ndarray, "k width"], bounds: Loads) -> Loads:
     """Return λ ≥ 0 such that w = rowsᵀλ is the shortest w with rows·w ≥ b or, if there is none, rowsᵀλ = 0 < bᵀλ.
 
     λ is the NNLS solution of min ‖[rowsᵀ; bᵀ]λ − (0, …, 0, 1)‖ (Lawson and Hanson 1974, §23.4), whose residual is zero
-    exactly if no w exists. Dependent and repeated constraints are allowed.
+    if and only if no w exists. Dependent and repeated constraints are allowed.
     """
     if not (bounds > 0.0).any():
         return np.zeros(len(bounds))
@@ -497,7 +497,7 @@ class Box(UnitConstraints):
         return rise
 
     def is_optimal(self, loads: Loads, tolerance: float) -> bool:
-        """Return True if the gap P − D = max ∇·(λ' − λ) over λ' in the box is at most `tolerance` times P."""
+        """Return True if the gap P − D = max ∇·(λ' − λ) over λ' in the box, where ∇ = b − Gλ, is ≤ `tolerance` · P."""
         uphill = self.uphill(loads)
         missing = float(np.maximum(uphill * (self.high - loads), uphill * (self.low - loads)).sum())
         return missing <= tolerance * (missing + 0.5 * float(loads @ (self.unit_bounds + uphill)))
@@ -520,9 +520,9 @@ class Box(UnitConstraints):
         return loads, steps
 
     def polish(self, loads: Loads) -> Loads:
-        """Improve λ by up to NEWTON projected Newton steps (Bertsekas 1982) on the entries that can move.
+        """Improve λ by up to NEWTON projected Newton steps (Bertsekas 1982) on the entries that no bound blocks.
 
-        Stop if no step helps, or if more than WIDEST entries can move.
+        Stop if no step helps, or if more than WIDEST entries are free.
         """
         uphill = self.uphill(loads)
         for _ in range(NEWTON):
@@ -537,7 +537,7 @@ class Box(UnitConstraints):
         return loads
 
     def take_newton_step(self, loads: Loads, uphill: Loads, free: Int[ndarray, " face"]) -> tuple[Loads, Loads] | None:
-        """Try a clipped Newton step with each of RIDGES; return the best λ and its `uphill`, or None if none helps."""
+        """Try a Newton step of λ[free] with each of RIDGES; return the best λ and its `uphill`; None if none helps."""
         best, largest_gain = None, 0.0
         curvature, diagonal = self.unit_gram(free, free), np.diag_indices(len(free))
         for ridge in RIDGES:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     Flags = Bool[Tensor, "queries keys"]
 
 TIE = 1e-6
-"""Scores are tied if they differ by at most this share of a query's largest |score|, about 10 roundings of float32."""
+"""Scores are tied if they differ by at most this share of a query's largest |score|, about 10 roundings in float32."""
 MOST_CONSTRAINTS = 2**15  # Most constraints of a problem: 100 MB of differences if d is 384
 MOST_EQUALITIES = 2**11
-"""Most equalities of a problem: their factor takes 32 MB and a fraction of a second."""
+"""Largest number of equalities in a problem: factoring their Gram matrix takes 32 MB and a fraction of a second."""
 TOLERANCE = 1e-8  # Relative duality gap of a head's SVM; the relative error of its norm is at most half of the gap
 SPAN = 1e-6  # Relative singular value below which differences of tokens are rounding of float32 inputs
 
@@ -71,7 +71,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Softmax:
-    """The softcap and the sink of the head's softmax; neither changes the order of the tokens."""
+    """The softcap and the sink of the head's softmax; neither changes how tokens rank by weight."""
 
     softcap: float | None = None  # Scores become softcap · tanh(score / softcap); None: they are not capped
     sink: float | None = None  # Logit that takes weight without a token; None: there is no sink
@@ -88,7 +88,7 @@ class Selections:
     scene: Int[Tensor, " queries"]  # Index of each query's scene
     position: Int[Tensor, " queries"]  # Index of the query in its scene
     sets: tuple[Bool[Tensor, " keys"], ...]  # Mask of O_i, the tokens that each query selects
-    log_odds: Float[Tensor, " queries"]  # log p_max/(1 − p_max), p_max the largest weight; exact even near 1
+    log_odds: Float[Tensor, " queries"]  # log(p_max/(1 − p_max)), accurate even if p_max is near 1
     tied: int  # Number of queries left out because the scores of a selected and another token are equal
     decided: float  # Share of queries with p_max ≥ ½ among those that see a token, averaged over scenes; NaN if none do
 
@@ -108,7 +108,7 @@ class HeadProblem:
 
 
 def count_copies(tokens: Float[Tensor, "keys d"], allowed: Flags) -> Int[Tensor, "queries keys"]:
-    """Count the copies of each token that each query sees, in the entry of the first visible copy; others are 0."""
+    """Return how many copies of each token each query sees, stored at the first visible copy; other entries are 0."""
     if not len(tokens):
         return allowed.int()
     kind = torch.unique(tokens, dim=0, return_inverse=True)[1]
@@ -123,13 +123,13 @@ def count_copies(tokens: Float[Tensor, "keys d"], allowed: Flags) -> Int[Tensor,
 def choose(
     scenes: Sequence[Scene], form: FactoredForm, softmax: Softmax, most: int = 64, top_p: float | None = None
 ) -> Selections:
-    """Select up to `most` queries, those with the largest weight p_max on a token, and the tokens that they select.
+    """Choose queries and the tokens that each selects; return up to `most` queries, those with the largest p_max.
 
-    A query selects the token with the largest score or, with `top_p`, the fewest tokens with at least this share of the
-    weight. A query is omitted if it selects all visible tokens, or if it sees less than half as many tokens as another
-    query of its sequence (early in a causal sequence, p_max is near 1 because there are few tokens). A query is omitted
-    and counted as a tie if its scores of a selected and another token are equal within TIE.
-    Fewer queries are chosen if there would be more than MOST_CONSTRAINTS constraints or MOST_EQUALITIES equalities.
+    A query selects the token with the largest score, whose weight is p_max, or, with `top_p`, the fewest tokens with at
+    least this share of the weight. A query is omitted if it selects all visible tokens, or if it sees less than half as
+    many tokens as another query of its sequence (early in a causal sequence, p_max is near 1 because there are few
+    tokens). A query is omitted and counted as a tie if scores of a selected and an unselected token are equal within
+    TIE. Fewer are chosen if there would be more than MOST_CONSTRAINTS constraints or MOST_EQUALITIES equalities.
     """
     longest = max((len(scene.tokens) for scene in scenes), default=1)
     most = max(1, min(most, MOST_CONSTRAINTS // max(longest, 1)))
@@ -173,11 +173,11 @@ def share_decided(odds: Float[Tensor, " queries"]) -> float:
 
 
 def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Tensor, " queries"]:
-    """Return log p_max/(1 − p_max) of every query, without cancellation; NaN if no token is visible.
+    """Return log(p_max/(1 − p_max)) for every query, without cancellation; NaN if no token is visible.
 
-    p_max is the query's largest weight. `masked` contains the scores, and `log_weights` the softmax logits plus the
-    logarithms of the numbers of copies. Both are −∞ for hidden tokens. Without a sink, the result is +∞ if a single
-    token is visible.
+    p_max is the weight of the token with the largest score. `masked` contains the scores, and `log_weights` the softmax
+    logits plus the logarithms of the numbers of copies. Both are −∞ for hidden tokens. Without a sink, the result is +∞
+    if a single token is visible.
     """
     best = masked.argmax(-1, keepdim=True)
     best_logit = log_weights.gather(-1, best).squeeze(-1)
@@ -189,7 +189,7 @@ def log_odds(masked: Scores, log_weights: Scores, softmax: Softmax) -> Float[Ten
 
 
 def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> HeadProblem:
-    """Build the problem whose solutions W select the head's tokens: the generalised SVM of Tarzanagh et al. 2023.
+    """Build the problem whose solutions W select the same tokens as the head: Gen-SVM of Tarzanagh et al. 2023.
 
     O_i are the tokens that query i selects. Each u is the first token of O_i minus another visible token. The
     constraints are uᵀ W z = 0 if the other token is in O_i, and uᵀ W z ≥ 1 otherwise. Raises UnposedError if no query
@@ -208,7 +208,7 @@ def pose(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Hea
         query_of.append(torch.full_like(others[-1], row))
         queries.append(scene.queries[position])
     if not queries:
-        raise UnposedError("No query selects a token.", "Pass sequences of at least two tokens.")
+        raise UnposedError("No query selects a token.", "Pass sequences of at least two different tokens.")
     z, equal = torch.stack(queries), torch.cat(inside)
     basis = row_basis(z)
     problem = build_problem(torch.cat(differences), z @ basis, torch.cat(query_of), (~equal).double(), equal)
@@ -231,7 +231,7 @@ def _select_tokens(masked: Scores, log_weights: Scores, softmax: Softmax, top_p:
 
 @dataclass(frozen=True)
 class Nearness:
-    """Comparison of a head with the max-margin form that selects the same tokens; M's scale affects only `norm`."""
+    """Comparison of a head's form M with the max-margin form for the same selections; M's scale affects only `norm`."""
 
     chosen: Selections  # The queries of the problem and the tokens that they select
     posed: HeadProblem  # The selection problem
@@ -245,16 +245,16 @@ class Nearness:
 
     @property
     def shares(self) -> Float[Tensor, " queries"]:
-        """Margins divided by `best`. The minimum, or efficiency, is at most 1, and 1 iff M has the SVM's direction."""
+        """Margins divided by `best`. Their minimum, the efficiency, is ≤ 1, and 1 iff ΠM has the direction of W_mm."""
         return self.margins / self.best
 
 
 def compare_with_svm(scenes: Sequence[Scene], form: FactoredForm, chosen: Selections) -> Nearness | str:
     """Compare a head with the SVM of its selections, or return the reason why they cannot be compared.
 
-    `scenes` are the scenes from which the queries were chosen, or scenes with equal scores. If sets of several tokens
+    `scenes` are the scenes from which the queries were chosen, or some with the same scores. If sets of several tokens
     are selected, M − W_fin is compared with the SVM instead of M; W_fin is the form of least norm that has M's score
-    differences inside the sets. Trained forms tend to W_fin + R · W_mm for growing R, so only M − W_fin can meet the
+    differences inside the sets. Trained forms tend to W_fin + R · W_mm with growing R, so only M − W_fin can meet the
     equalities.
     """
     try:

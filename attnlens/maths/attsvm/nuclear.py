@@ -1,8 +1,8 @@
-"""The nuclear-norm SVM: an interior-point method on the Gram matrices, refined on the face where it ends.
+"""The nuclear-norm SVM: an interior-point method on Gram matrices, then Newton's method on the face that it reaches.
 
 min ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c is equivalent to min ½ tr X, where W is the upper right corner of X = [[P, W], [Wᵀ, Q]]
 ⪰ 0. Its dual is max bᵀλ s.t. S = [[I, −M], [−Mᵀ, I]] ⪰ 0, M = Σλ u zᵀ, λ ≥ 0. Because each constraint has rank one,
-u zᵀ, the Newton system is a sum of elementwise products of four Gram matrices and has one row per constraint.
+u zᵀ, the Newton system is a sum of four elementwise products of Gram matrices and has one row per constraint.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 PATIENCE = 8  # Steps without a better bound after which rounding is assumed to dominate
 LEAST_CENTRING = 1e-6
-"""Lower limit on the ratio whose cube is Mehrotra's centring, because the ratio is 0 if the affine step ends at the
+"""Lower limit on the ratio whose cube is Mehrotra's centring parameter; the ratio is 0 if the affine step ends at the
 border."""
 MISSING = 0.1  # Allowed violation of a constraint, as a share of the tolerance
 LEAST_MISSING = 1e-7  # Violation that is always allowed: the Newton system's rounding leaves about 3e-8
 INSIDE = 0.95  # Largest step, as a share of the way to the border of the cone
 NEWTON_STEPS = 6
-"""Most Newton steps. Convergence is quadratic near the solution (1e-4, 1e-8, 1e-16); the first few steps lead there."""
+"""Limit on Newton steps. After a few steps, convergence is quadratic: errors of 1e-4, 1e-8, 1e-16."""
 CONVERGED = 1e-14  # Relative length of a step that ends the iteration, because the next step would be rounding
 MOST_UNKNOWNS = 1000  # Most unknowns of the dense system, which takes about a second per step
 SMALL = 256  # Most constraints of a problem whose working set contains all of them from the start
@@ -81,7 +81,7 @@ class Constraints:
         return block[: self.u.shape[1], self.u.shape[1] :]
 
     def grams(self, block: Block) -> tuple[Gram, Gram, Gram]:
-        """Return U P Uᵀ, U W Zᵀ and Z Q Zᵀ for the blocks of [[P, W], [Wᵀ, Q]]."""
+        """Return U P Uᵀ, U W Zᵀ and Z Q Zᵀ for the block [[P, W], [Wᵀ, Q]]; the rows of U and Z are the u_c and z_c."""
         rows = self.u.shape[1]
         P, Q = block[:rows, :rows], block[rows:, rows:]
         return self.u @ P @ self.u.T, self.u @ self.corner(block) @ self.z.T, self.z @ Q @ self.z.T
@@ -91,7 +91,7 @@ class Constraints:
 class Point:
     """Interior point with X ≻ 0, s > 0 (primal), λ > 0 and S ≻ 0 (dual); at equalities, s = 0 and λ has any sign.
 
-    The dual variables are exactly feasible. A Newton direction is also a Point: the change of each field.
+    The dual variables are exactly feasible. A Newton direction is also a Point: the change in each field.
     """
 
     X: Block
@@ -184,7 +184,7 @@ class Newton:
         return Point(moved, slack - point.s - self.ratio * change, change, -block)
 
     def move(self, direction: Point, share: float) -> Point:
-        """Return the point after primal and dual steps of length min(1, share · t), where t reaches the border."""
+        """Return the point after primal and dual steps of length min(1, share · t); length t would reach the border."""
         point = self.point
         primal = min(to_border(self.whiteners[0], direction.X, share), to_zero(point.s, direction.s, share))
         dual = to_border(self.whiteners[1], direction.S, share)
@@ -258,10 +258,10 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
     """Compute argmin ‖W‖_* s.t. u_cᵀ W z_c ≥ b_c (= b_c where `equal`); Tarzanagh et al. 2023, Eq. Att-SVM⋆.
 
     An interior-point method solves a working set of constraints, to which violated constraints are added. It works in
-    the row spaces of u and z, which contain W. `tolerance` is the relative gap (P − D)/P to reach. At the default of
-    1e-4, the norm is accurate to 1e-4, but not W; 1e-10 gives a W that is exact to rounding. `limit` is the largest
-    number of interior-point steps. For an infeasible problem, the result contains Gordan's certificate and no norm.
-    Raises the same errors as `solve`.
+    the spans of the u and of the z, which contain W. `tolerance` is the relative gap (P − D)/P to reach. At the default
+    of 1e-4, the norm is accurate to 1e-4, but not W; 1e-10 gives a W that is accurate to rounding. `limit` is the
+    largest number of interior-point steps. For an infeasible problem, the result contains Gordan's certificate and no
+    norm. Raises the same errors as `solve`.
     """
     check_solvable(problem, tolerance, limit)
     frobenius = solve(problem)
@@ -278,7 +278,7 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
 
 
 def solve_reduced(problem: Problem, frobenius: Solution, tolerance: float, limit: int) -> Solution:
-    """Solve a problem by solving a working set, refining W and λ, and adding violated constraints, repeatedly."""
+    """Solve a problem: repeatedly solve a working set, refine W and λ, and add violated constraints."""
     # Start with all constraints of a small problem, else with the equalities and the Frobenius solution's support.
     count, support = len(problem.margins), (problem.equal | frobenius.support).nonzero().flatten()
     working = support if count > SMALL and len(support) else torch.arange(min(count, SMALL))
@@ -343,7 +343,7 @@ def certify_nuclear(
 
 
 def nuclear_rank(W: Matrix, relative: float = 1e-5) -> int:
-    """Return the number of singular values above `relative` · σ₁; meaningful if W's gap is well below `relative`."""
+    """Return the number of singular values above `relative` · σ₁; valid only if W's gap is well below `relative`."""
     values = torch.linalg.svdvals(W)
     # strict: the zero matrix has rank 0
     return int((values > relative * values[:1]).sum())
@@ -360,7 +360,7 @@ def row_basis(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d rank"]:
 def solve_working_set(
     problem: Problem, working: Int[Tensor, " working"], size: float, goal: float, limit: int
 ) -> tuple[Matrix, Multipliers, int]:
-    """Solve the problem of the constraints `working`; return W, λ (0 at other constraints) and the number of steps.
+    """Solve a problem with only the constraints `working`; return W, λ (0 at all others) and the number of steps.
 
     `size` is the expected norm of W; `goal` and `limit` are those of `interior_point`.
     """
@@ -375,7 +375,7 @@ def solve_working_set(
 
 
 def make_feasible(problem: Problem, W: Matrix) -> Matrix | None:
-    """Scale W to meet the inequalities, then add the least matrix that removes other violations; None if this fails."""
+    """Scale W to meet inequalities, then add the least matrix that removes remaining violations; None if this fails."""
     # Scaling cannot remove violations of constraints with b ≤ 0 or of equalities with b ≠ 0.
     W = W * feasible_scale(problem, problem.scores(W))
     for _ in range(3):  # a second correction removes the rounding of a first, large one

@@ -33,11 +33,11 @@ Status = Literal["optimal", "infeasible", "inaccurate"]
 SHAPES = {"queries": "(samples, d)", "margins": "(samples,)", "weights": "(samples, tokens)", "embeddings": "(ids, d)"}
 LEAST, MOST = 1e-50, 1e50  # Limits on sizes within which λ ~ b/‖u zᵀ‖² and ‖W‖² ~ b²/‖u zᵀ‖² do not overflow float64
 PROOF = 1e-10
-"""Largest ‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ at which λ proves that no W exists, or that any W is 10¹⁰ times the data's scale."""
+"""Largest ‖Σλ u zᵀ‖ / Σ|λ|‖u zᵀ‖ at which λ proves that no W exists, or none below 10¹⁰ times the data's scale."""
 ROUNDING = 1e-10  # Largest violation, relative to |b| + ‖W‖‖u zᵀ‖, that counts as rounding
 BLOCK = 4096  # Constraints whose components are computed at once
 NEGLIGIBLE = 1e-9
-"""Share of the largest λ‖u zᵀ‖ below which a constraint is not support, because λ is only as exact as the gap."""
+"""Share of the largest λ‖u zᵀ‖ below which a constraint does not count as support: λ is only as accurate as the gap."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Problem:
 
     @property
     def paired_queries(self) -> Float[Tensor, "constraints d_query"]:
-        """Query z of every constraint."""
+        """Query z of each constraint, one row per constraint."""
         return self.queries[self.query_of]
 
     @cached_property
@@ -65,7 +65,7 @@ class Problem:
         return (u @ u.mT) * (z @ z.mT)[self.query_of][:, self.query_of]
 
     def select(self, rows: Int[Tensor, " rows"]) -> Problem:
-        """Return the problem with these constraints only."""
+        """Return the problem with only the constraints at these indices."""
         differences, query_of = self.differences[rows], self.query_of[rows]
         return Problem(differences, self.queries, query_of, self.margins[rows], self.equal[rows])
 
@@ -173,7 +173,7 @@ def selection_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask |
 
     Each u is the first token of O_i minus another visible token. The constraints are uᵀ W z = 0 if the other token is
     in O_i, and uᵀ W z ≥ 1 otherwise. `sets` marks the tokens of O_i. Exact duplicates count as one token, which is
-    selected if a duplicate is selected. Raises the UsageErrors of `selection`, and a UsageError for an empty O_i;
+    selected if any copy is. Raises the UsageErrors of `selection`, and a UsageError for an empty O_i;
     raises UnposedError if every query selects all tokens that it sees.
     """
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, allowed)
@@ -193,7 +193,7 @@ def finite_part(tokens: Tokens, queries: Queries, weights: Float[Tensor, "n toke
     The constraints are (x_r − x_t)ᵀ W z = log(s_r/s_t) inside O_i, where r is the first token of O_i (Tarzanagh et al.
     2023, Eq. 8). `weights` are the attention weights s, which must be > 0 inside O_i; duplicates get the mean weight of
     all copies. Raises the UsageErrors of `selection_sets`, and a UsageError for a weight ≤ 0 inside O_i; raises
-    UnposedError if every O_i is one token.
+    UnposedError if no O_i contains two different tokens.
     """
     tokens, queries, sets, visible = as_sets(tokens, queries, sets, None)
     weights = as_finite("weights", weights, 2)
@@ -263,8 +263,8 @@ def next_token(sequences: Sequence[Sequence[int]], embeddings: Float[Tensor, "vo
     for sequence in sequences:
         if len(sequence) < 2 or not all(0 <= token < vocabulary for token in sequence):
             raise UsageError(
-                f"Each sequence must be input tokens followed by a label, with ids from 0 to {vocabulary - 1}; got "
-                f"{str(list(sequence))[:40]}.",
+                f"Each sequence must consist of input tokens followed by a label, with ids from 0 to {vocabulary - 1}; "
+                f"got {str(list(sequence))[:40]}.",
                 "Pass the ids of at least one input token and of the label.",
             )
         *inputs, label = sequence
@@ -300,7 +300,7 @@ def as_finite(name: str, numbers: Shaped[Tensor, "*shape"], axes: int) -> Float[
 
 
 def as_mask(name: str, mask: Mask | None, samples: int, length: int) -> Mask:
-    """Return the mask as booleans, all True for None; raise UsageError unless it is a tensor (samples, length)."""
+    """Return the mask as booleans, all True for None; raise UsageError unless its shape is (samples, length)."""
     if mask is None:
         return torch.ones(samples, length, dtype=torch.bool)
     if require_real(f"flags `{name}`", mask).shape != (samples, length):
@@ -310,7 +310,7 @@ def as_mask(name: str, mask: Mask | None, samples: int, length: int) -> Mask:
 
 
 def as_sets(tokens: Tokens, queries: Queries, sets: Mask, allowed: Mask | None) -> tuple[Tokens, Queries, Mask, Mask]:
-    """Return tokens, queries, sets O_i and visible tokens; raise UsageError if they are inconsistent."""
+    """Return float64 tokens and queries, and masks of O_i and of visible tokens; raise UsageError if one is invalid."""
     tokens, queries = as_finite("tokens", tokens, 3), as_finite("queries", queries, 2)
     visible, sets = (as_mask(*mask, *tokens.shape[:2]) for mask in (("allowed", allowed), ("sets", sets)))
     if len(queries) != len(tokens):
@@ -360,10 +360,10 @@ def certify(problem: Problem, multipliers: Each, tolerance: float = 1e-9, iterat
 
     The gap is (P − D)/P, where P is ½‖W‖² of the scaled W(λ), and D = (Σλb)²/(2‖W(λ)‖²) ≤ min ½‖W‖² ≤ P. Negative λ of
     inequalities are set to 0, so that D is a bound for any λ. Scaling cannot remove violations r of constraints with b
-    ≤ 0 or equalities with b ≠ 0. If all r are rounding, Σ|λ|r, the first-order cost of removing them, is added to P;
-    otherwise the result is `inaccurate` with an infinite gap. λ is scaled so that Σλb = ‖W(λ)‖². If λ proves that no W
-    exists, the result is `infeasible`, without W. Raises UsageError if λ has the wrong length or is not finite, and the
-    same errors as `solve`.
+    ≤ 0 or equalities with b ≠ 0. If every r is within rounding, Σ|λ|r, the first-order cost of removing them, is added
+    to P; otherwise the result is `inaccurate` with an infinite gap. λ is scaled so that Σλb = ‖W(λ)‖². If λ proves that
+    no W exists, the result is `infeasible`, without W. Raises UsageError if λ has the wrong length or is not finite,
+    and the same errors as `solve`.
     """
     check_solvable(problem, tolerance)
     if multipliers.shape != problem.margins.shape or not multipliers.isfinite().all():

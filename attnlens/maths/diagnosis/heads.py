@@ -43,10 +43,10 @@ def _match_heads(first: Tensor, second: Tensor) -> list[int] | None:
 
 
 def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> tuple[Parts, list[str]]:
-    """Return the moved parts, keyed by name, and the names of the parts that could move but did not.
+    """Return the reordered parts of `first`, keyed by name, and the names of parts that could be reordered but are not.
 
-    A weight moves if the order of its role is not the identity. Other tensors with an axis of heads move only if this
-    brings them nearer to the second layer.
+    A weight is reordered if the order of its role is not the identity; any other tensor with an axis of heads, only if
+    this brings it nearer to the second layer.
     """
     moved_roles = [role for role, order in orders.items() if list(order) != sorted(order)]
     parts = {f"{role}.weight": first.weight(role)[list(orders[role])] for role in moved_roles}
@@ -64,11 +64,11 @@ def _move_heads(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]
 
 
 def _list_reorderings(layer: Layer, name: str, orders: Mapping[str, Sequence[int]]) -> Iterator[Tensor]:
-    """Yield a part with its heads in each order that it can have.
+    """Yield a part with its heads in each order that it could have in the second layer.
 
     A weight or bias can have only the order of its role. Any other part that is not `headless` is reordered along each
     axis with one entry per head coordinate or, except for gains, per head: by the order of its role if it is a gain
-    with such an order, otherwise by the orders of all roles.
+    with such an order, otherwise by each role's order in turn.
     """
     role, _, kind = name.partition(".")
     part = layer.parts[name]
@@ -89,7 +89,7 @@ def _list_reorderings(layer: Layer, name: str, orders: Mapping[str, Sequence[int
 
 
 def _reorder_together(first: Layer, second: Layer, orders: Mapping[str, Sequence[int]]) -> Step:
-    """Build the step that moves heads in all matrices; it is harmless if all other tensors with heads moved too."""
+    """Build the step that reorders the heads of all matrices, harmless if all other tensors with heads moved too."""
     parts, stayed = _move_heads(first, second, orders)
     names = name_parts([name for name in parts if name.endswith(".weight") and has_heads(name)])
     text = f"the heads are in a different order, the same in {names}"

@@ -1,4 +1,4 @@
-"""The tensors of one attention layer by role, distances between two layers, and predictions of hypotheses."""
+"""The tensors of one attention layer, keyed by role; distances between two layers, and predictions of hypotheses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROLES = ("query", "key", "value", "output")
 SYMBOLS = {"query": "Q", "key": "K", "value": "V", "output": "O"}
 SINGLE = torch.finfo(torch.float32).eps
 ROUNDING = 0.25
-"""Upper limit on a tensor's relative root-mean-square rounding error, in spacings of its number type (mean: 0.2)."""
+"""Upper limit on a tensor's relative rms rounding error, in units of its type's relative spacing (0.2 on average)."""
 EXPLAINED, FACTOR = 10.0, 10.0
 """A hypothesis explains a tensor if the remaining difference is at most EXPLAINED times the rounding, and at most
 1/FACTOR of the difference without a hypothesis."""
@@ -45,22 +45,22 @@ class Layer:
     pairs: Sequence[tuple[int, int]] | None = ()
     """Pairs of coordinates of a head that RoPE rotates together; empty without RoPE, None if unknown."""
     spacing: Mapping[str, float] = field(default_factory=dict)
-    """Relative spacing of the number type in which each part is stored; float32 if missing."""
+    """Relative spacing of the number type of each part, keyed by name; that of float32 if missing."""
     headless: frozenset[str] = frozenset()
-    """Names of parts that have no axis of heads, even if a size fits: parts outside attention, and W_O's bias."""
+    """Names of parts without an axis of heads, whatever their shape: parts outside attention, and W_O's bias."""
 
     shift_invariant: bool = True
-    """False if a number added to all scores of a query changes attention, because of a softcap or sinks."""
+    """False if adding a number to all scores of a query changes attention, because of a softcap or sinks."""
 
     is_post_norm: bool = False
-    """True if the norms follow the residual sums (BERT), so that the output of a norm is also a residual."""
+    """True if the norms follow the residual sums (BERT), so that a norm's output is a term of the next sum."""
 
     is_cross: bool = False
     """True if keys and values are computed from a different sequence than queries (cross-attention)."""
 
     offsets: Mapping[str, float] = field(default_factory=dict)
     """Non-zero number that a norm adds to its stored weight to make the gain, keyed by the gain's name. Such gains are
-    exact, in float64."""
+    stored in float64, without rounding."""
 
     inputs_first: frozenset[str] = frozenset()  # names of the matrices whose rows are inputs (Conv1D of GPT-2)
 
@@ -123,7 +123,7 @@ NO_ANGLE = 1e-6  # smaller sines are set to 0
 
 
 def sines_between(first: Tensor, second: Tensor) -> Float[Tensor, " rows"]:
-    """Compute the sine of the angle between each row of one part and the same row of the other; 1 if a row is zero."""
+    """Compute the sine of the angle between corresponding rows of two parts; 1 if either row is zero."""
     before, after = (part.double().flatten(1) for part in (first, second))
     lengths = before.norm(dim=1) * after.norm(dim=1)
     cosine = torch.where(lengths > 0, (before * after).sum(1) / lengths, 0.0)
@@ -137,7 +137,7 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def name_unchanged(names: Sequence[str]) -> str:
-    """Return `, but W_V is unchanged` for the names of parts that should have changed; return '' if there are none."""
+    """Return a clause such as `, but W_V is unchanged`, about parts that should have changed; '' if there are none."""
     return f", but {name_parts(names)} {'is' if len(names) == 1 else 'are'} unchanged" if names else ""
 
 
@@ -189,7 +189,7 @@ TensorHypothesis = Callable[["Pair"], Iterator[Fit]]
 
 @dataclass(frozen=True)
 class Pair:
-    """A part of both layers, or some heads of this part."""
+    """The same part, or the same heads of a part, in both layers."""
 
     name: str
     first: Tensor  # A, the part of the first layer
@@ -230,12 +230,12 @@ def are_better(new: Float[Tensor, " heads"], old: Float[Tensor, " heads"]) -> Te
 
 
 def mean_angles(first: Tensor, second: Tensor) -> Float[Tensor, " heads"]:
-    """Compute for each head the mean sine of the angles between the rows of one part and the same rows of the other."""
+    """Compute for each head the mean sine of the angles between corresponding rows of two parts."""
     return sines_between(first.flatten(0, 1), second.flatten(0, 1)).view(first.shape[:2]).mean(1)
 
 
 def match_rows(first: Float[Tensor, "rows width"], second: Float[Tensor, "rows width"]) -> Int[Tensor, " rows"]:
-    """Return the index in `first` of each row of `second`, matched one to one so that directions agree best."""
+    """Match rows one to one by direction; return, for each row of `second`, the index of its partner in `first`."""
     units = [torch.nn.functional.normalize(part.double(), dim=1) for part in (second, first)]
     similar = units[0] @ units[1].mT
     return torch.from_numpy(linear_sum_assignment(-similar.cpu().numpy())[1])
@@ -258,7 +258,7 @@ def name_heads(heads: Collection[int], layer: Layer) -> tuple[int, ...]:
 
 
 def tensors_between(layer: Layer, roles: Sequence[str]) -> list[str]:
-    """Return the names of the parts, except gains, that have an axis of head coordinates of these roles."""
+    """Return the names of parts, except gains of roles, with an axis as long as one head, or all, of these roles."""
     shapes = [layer.weight(role).shape for role in roles]
     sizes = {size for heads, size, _ in shapes for size in (size, heads * size)}
     gains = [f"{role}.gain" for role in ROLES]

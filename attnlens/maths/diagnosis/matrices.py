@@ -59,7 +59,7 @@ def _take_roles(
 
 
 def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that two or three of W_Q, W_K and W_V are exchanged in all heads, or W_Q and W_K in some heads."""
+    """Propose that two or three of W_Q, W_K and W_V were exchanged in all heads, or W_Q and W_K in some heads."""
     shapes = {
         role: first.weight(role).shape
         for role in present_roles(first, second, roles=("query", "key", "value"))
@@ -89,7 +89,7 @@ def propose_exchange(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def propose_misplaced(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that two tensors without heads are exchanged (such as gate and up), or that one is a copy of another."""
+    """Propose that two tensors without heads (such as gate and up) were exchanged, or that one is a copy of another."""
     names = [name for name, part in first.parts.items() if _can_be_misplaced(name, part, second)]
     old = {name: float(residuals(first.parts[name], second.parts[name], name)) for name in names}
     sources: dict[str, str] = {}
@@ -129,7 +129,7 @@ def _can_be_misplaced(name: str, part: Tensor, second: Layer) -> bool:
 
 
 def propose_exchanged_gains(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that the gains of the norms of queries and keys are exchanged."""
+    """Propose that the gains of the query and key norms were exchanged."""
     names = [f"{role}.gain" for role in PERMUTED]
     gains = [layer.parts.get(name) for layer in (first, second) for name in names]
     if any(gain is None or gain.shape != second.parts[names[0]].shape for gain in gains):
@@ -205,14 +205,14 @@ CLOSE = 1e-3  # largest relative difference between matrices that count as equal
 
 
 def propose_basis(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that W_Q and W_K, or W_O and W_V, were multiplied by A and A⁻ᵀ in each head (with the same product)."""
+    """Propose that W_Q and W_K, or W_O and W_V, were multiplied by A and A⁻ᵀ in each head, keeping their product."""
     for roles in SIDES:
         if present_roles(first, second, roles=roles) == list(roles):
             yield from _change_basis(first, second, roles)
 
 
 def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterator[Step]:
-    """Propose a change of basis for two roles, of which the first has the query heads."""
+    """Propose a change of basis for two roles, of which the first has one head per query head."""
     sides = [(first.weight(role), second.weight(role)) for role in roles]
     heads, kv_heads, size = len(sides[0][0]), len(sides[1][0]), sides[0][0].shape[1]
     if any(before.shape != after.shape or size > before.shape[2] for before, after in sides) or heads % kv_heads:
@@ -281,7 +281,7 @@ def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
 
 
 def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
-    """Return True if `basis` commutes with RoPE: it rotates and scales rotated pairs, and mixes only unrotated rows.
+    """Return True if `basis` commutes with RoPE: it rotates and scales each rotated pair, mixing only unrotated rows.
 
     Return False if the pairs are unknown.
     """
@@ -300,7 +300,7 @@ def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:
 
 
 def propose_always(first: Layer, second: Layer) -> Iterator[Step]:
-    """Yield the structural steps that `diagnose` tries first even if they explain nothing by themselves."""
+    """Yield structural steps with which `diagnose` starts a search even if they explain nothing by themselves."""
     roles = present_roles(first, second, roles=("query", "key", "value"))
     shapes = {layer.weight(role).shape for role in roles for layer in (first, second)}
     if len(shapes) != 1 or len(roles) < 2:

@@ -66,8 +66,8 @@ def _find_readers(first: Layer, second: Layer, ratio: Float[Tensor, " width"]) -
 def _list_matrices(layer: Layer, width: int) -> dict[str, int]:
     """Return the input axis, keyed by name, of each matrix whose input can be the output of a norm of this width.
 
-    W_O is left out because it reads values. W_K and W_V of cross-attention are left out because they read another
-    sequence.
+    W_O is left out because it reads values. W_K and W_V of cross-attention are left out because they read a
+    different sequence.
     """
     input_axes = {}
     others = {"output.weight", *(["key.weight", "value.weight"] if layer.is_cross else [])}
@@ -130,7 +130,7 @@ def _has_certain_input(layer: Layer, name: str) -> bool:
 def _fold_bias(
     first: Layer, second: Layer, norm: str, ratio: Float[Tensor, " width"], readers: Parts
 ) -> dict[str, Tensor]:
-    """Return the norm's new bias and the readers' biases that keep outputs equal, keyed by name.
+    """Return the norm's new bias, and the biases with which the readers' outputs are unchanged, keyed by name.
 
     Return {} if the norm lacks a bias in one of the layers.
     """

@@ -1,4 +1,4 @@
-"""Describe how the frequencies of two RoPEs differ: another base, linear scaling or piecewise scaling."""
+"""Describe how the frequencies of two RoPEs differ: a different base, linear scaling or piecewise scaling."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SAME = 1e-5  # largest relative difference of equal frequencies, which models co
 
 
 def name_rotation(first: Float[Tensor, " pairs"], second: Float[Tensor, " pairs"]) -> str | None:
-    """Return a description of how RoPE's frequencies differ, or None if they are equal.
+    """Return a clause that describes how RoPE's frequencies differ, or None if they are equal up to rounding.
 
-    With θ_p = base^(−p/pairs), another base gives ratios θ'_p/θ_p that are exponential in p, linear scaling gives a
+    With θ_p = base^(−p/pairs), a different base gives ratios θ'_p/θ_p that are exponential in p, linear scaling gives a
     constant ratio, and both together give an exponential times a constant. All other ratios, such as those of llama3 or
     yarn scaling, are reported as a range.
     """

@@ -1,4 +1,4 @@
-"""Structural hypotheses on the order of rows, within all or some heads or across heads."""
+"""Structural hypotheses on the order of rows, within heads or across heads."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _reorder(layer: Layer, role: str, heads: Sequence[int], order: Tensor, secon
 
 
 def propose_wrong_head_count(first: Layer, second: Layer) -> Iterator[Step]:
-    """Propose that rows of W_Q or W_K were permuted for the wrong number of heads: 1, or that of the other matrix."""
+    """Propose that rows of W_Q or W_K were permuted as for a wrong number of heads: 1, or that of the other matrix."""
     present = present_roles(first, second, roles=PERMUTED)
     counts = {role: first.weight(role).shape[0] for role in present}
     for role in present:
@@ -132,7 +132,7 @@ def propose_row_order(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def _permuted_rows(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterator[Step]:
-    """Propose one step for each kind of order found in the heads of two roles."""
+    """Propose one step for each kind of reordering found within the heads of two roles."""
     orders_by_kind: dict[str, dict[str, dict[int, Tensor]]] = defaultdict(lambda: defaultdict(dict))
     for role in present_roles(first, second, roles=roles):
         before, after = first.weight(role), second.weight(role)

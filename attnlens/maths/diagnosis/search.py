@@ -63,7 +63,7 @@ WEAKER: tuple[TensorHypothesis, ...] = (values.propose_compensated_grid,)
 
 @dataclass(frozen=True)
 class Cause:
-    """A hypothesis that explains parts of a layer."""
+    """A hypothesis that explains how some parts of a layer changed."""
 
     hypothesis: str  # name of the hypothesis
     text: str  # how the second layer differs, as a clause
@@ -77,7 +77,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The causes of the difference between two layers."""
+    """The causes of the difference between two layers, and what they leave unexplained."""
 
     causes: list[Cause] = field(default_factory=list)
     unexplained: list[str] = field(default_factory=list)  # names of the parts that no hypothesis explains
@@ -87,7 +87,7 @@ class Diagnosis:
 
 
 ADDED = frozenset({"bias added", "gain added", *(f"first rounded to {name}" for name in values.TYPES)})
-"""Hypotheses that are not reported if other tensors changed without an explanation."""
+"""Names of hypotheses that are not reported if any tensor remains unexplained."""
 NEAR = 0.5  # largest share of a difference that the closest hypothesis can leave
 State = dict[str, Tensor]  # masks of the heads of parts, keyed by part; for example the unexplained heads
 
@@ -107,7 +107,7 @@ def diagnose(first: Layer, second: Layer, order: Sequence[int] = ()) -> Diagnosi
     """Find the hypotheses that turn the first layer into the second: single hypotheses, then pairs.
 
     If heads are known to have moved with all their tensors, `order` contains, for each query head of the first layer,
-    its number in the second; otherwise `order` is empty.
+    its index in the second; otherwise `order` is empty.
     """
     first = replace(first, headless=first.headless | second.headless)
     best = Search(first, second)
@@ -141,11 +141,11 @@ class Search:
         self.current = self.first  # the first layer with all causes found so far applied
 
     def residual(self, parts: Parts, name: str) -> Tensor:
-        """Return the relative difference between each head of a predicted part and the second layer's head."""
+        """Return, per head, the relative difference between the predicted and the second layer's part `name`."""
         return residuals(parts[name], self.second.parts[name], name)
 
     def still_open(self, parts: Parts, name: str) -> Tensor:
-        """Return a mask of this part's heads in the second layer that the prediction `parts` does not explain."""
+        """Return a mask of the heads of the part `name` that the prediction `parts` does not explain."""
         after = self.residual(parts, name)
         limit = rounding_limit(name, self.first, self.second)
         wrong = (after > 0) & ((after > limit) | (after > self.start[name] / FACTOR))
@@ -223,7 +223,7 @@ class Search:
             self.adopt(steps[best])
 
     def _gain(self, parts: Parts) -> int:
-        """Return how many unexplained heads a prediction explains; −1 if a head or the shape no longer fits."""
+        """Return how many more heads a prediction explains; −1 if an explained head, or the shape, no longer fits."""
         total = 0
         for name in parts:
             if name not in self.open:
@@ -328,7 +328,7 @@ class Search:
         return part
 
     def _adopt_fits(self, fits: list[tuple[str, Fit, Tensor]]) -> None:
-        """Add the hypothesis of these fits to the causes; replace the fitted tensors of `current` by predictions."""
+        """Add the hypothesis of these fits as one cause; replace the fitted tensors of `current` by predictions."""
         names, fit = tuple(name for name, *_ in fits), fits[0][1]
         numbers = {name: torch.arange(len(self.open[name])) for name in names}
         heads = self._query_heads({name: torch.isin(numbers[name], chosen.cpu()) for name, _, chosen in fits})

@@ -45,9 +45,9 @@ by √n (the 0.1 % level)."""
 
 
 def _is_rounding_error(errors: Tensor, rounded: Tensor, kind: torch.dtype) -> bool:
-    """Return True if the errors' sizes are uniform up to half a unit in the last place, like those of rounding errors.
+    """Return True if |errors| are uniformly distributed up to half a unit in the last place, as rounding errors are.
 
-    If training started from weights of this type, its small steps also vanish in rounding, but their sizes are not
+    If training started from weights of this type, its small steps also vanish in rounding, but |errors| are not
     uniform. For float16, return False if bfloat16 also represents the numbers: bfloat16 is tested separately.
     """
     used = rounded != 0
@@ -72,7 +72,7 @@ def is_rounded(first: Tensor, second: Tensor, kind: torch.dtype) -> bool:
 
 
 def is_exact(part: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if a type represents all values exactly."""
+    """Return True if `dtype` represents all values of `part` exactly."""
     return torch.equal(part.to(dtype).to(part.dtype), part)
 
 
@@ -130,7 +130,7 @@ def propose_factor(pair: Pair) -> Iterator[Fit]:
 
 
 def _name_factor(factor: float, head_dim: int) -> str:
-    """Return the formula of a familiar factor, such as ` (√head_dim)`; empty for other factors."""
+    """Return the formula of a familiar factor, such as ` (√head_dim)`; '' for other factors."""
     known = {"√head_dim": head_dim**0.5, "head_dim": float(head_dim)}
     for name, value in known.items():
         for label, number in ((name, value), (f"1/{name}", 1 / value)):
@@ -235,7 +235,7 @@ def propose_grid(pair: Pair) -> Iterator[Fit]:
 
 
 MOST_MOVED = 1.0, 0.75
-"""Largest root-mean-square distance of a row of B from A: in steps, and relative to that of unrelated rows."""
+"""Largest root-mean-square distance of a row of B from A: in grid steps, and relative to that of unrelated rows."""
 
 
 def propose_compensated_grid(pair: Pair) -> Iterator[Fit]:
@@ -257,7 +257,7 @@ def propose_compensated_grid(pair: Pair) -> Iterator[Fit]:
 
 
 def _find_grids(pair: Pair) -> Iterator[tuple[str, Tensor, Tensor, Grid]]:
-    """Yield the first grouping of B whose groups all lie on a grid: its name, the groups of A and B, and the grid."""
+    """Yield the first grouping, if any, whose groups of B all lie on grids: its name, groups of A and B, and grids."""
     if pair.first.dim() < 2:
         return
     for where, first, second in _list_groups(*_both_as_rows(pair)):
@@ -381,7 +381,7 @@ def propose_changed_rows(pair: Pair) -> Iterator[Fit]:
         text = f"{{parts}} changed in {len(places)} {kind}{several} only: {format_spans(places.tolist())}"
         before, after = (part.double().movedim(axis, 0)[changed.any(1 - axis)] for part in (first, second))
         if bool(((after - before).norm(dim=1) <= TRAINED * before.norm(dim=1)).all()):
-            text += " (by at most a tenth of their size, as in training)"
+            text += " (by at most a tenth of their norm, as in training)"
             yield Fit(f"{kind}s trained", text, None, pair.second)
         else:
             yield Fit(f"{kind}s replaced", text, f"copy the {kind}{several} from the first model", pair.second)
@@ -462,7 +462,7 @@ def propose_low_rank(pair: Pair) -> Iterator[Fit]:
 
 
 def _fit_low_rank(change: Float[Tensor, "rows width"], noise: float) -> tuple[Tensor, Tensor] | None:
-    """Return the part of a matrix with singular values above `noise`, and these values; None if the rank is not low."""
+    """Return a matrix's part with singular values above `noise`, and these values; None if there are 0 or too many."""
     most = min(RANKS, min(change.shape) // 4)
     if most < 1:
         return None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 GLANCE = 128  # Size of the leading block that is searched for a proof of indefiniteness before the whole matrix
 FACTORED = 8192
-"""Most tokens for which Cholesky decides if no tile proves a long kernel indefinite; it takes 3 matrices of 0.5 GB."""
+"""Most tokens for which Cholesky decides if no tile proves a kernel indefinite; it takes 1.5 GB of memory."""
 POSITIVE, INDEFINITE, UNDECIDED = 1.0, 0.0, torch.nan  # values of `definite`
 
 
@@ -87,7 +87,7 @@ def attention_rank(query_key: QueryKey, share: float) -> PerHead:
 
 
 def remove_row_sums(attention: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch n m"]:
-    """Return P(I − 11ᵀ/m): P minus its row means, or P − 11ᵀ/m (deviation from uniform attention) if rows sum to 1.
+    """Return P(I − 11ᵀ/m), P minus its row means: the deviation P − 11ᵀ/m from uniform attention if rows sum to 1.
 
     The result is exactly 0 if its norm is within rounding error.
     """
@@ -217,7 +217,7 @@ def definite_kernel(query_key: QueryKey) -> PerHead:
 
 
 def _long_verdict(head: QueryKey) -> float:
-    """Apply `definite` to one long head; UNDECIDED if no entry is above 1 and there are more than FACTORED tokens."""
+    """Apply `definite` to one head; UNDECIDED if no entry is above 1 and there are more than FACTORED tokens."""
     n = head.query.shape[-2]
     gauge, half, largest = _gauge(head)
     rounding = EPS * max(largest, n)
@@ -233,7 +233,7 @@ def _long_verdict(head: QueryKey) -> float:
 
 
 def _kernel_tiles(head: QueryKey, gauge: PerToken, half: PerToken) -> Iterator[tuple[slice, Float[Tensor, "rows n"]]]:
-    """Yield the `_unit_kernel` of one long head in tiles of rows, each with its slice of rows."""
+    """Yield the `_unit_kernel` of one head over a long sequence in tiles of rows, each with its slice of rows."""
     offset = gauge - half
     for rows, tile in split_tiles(head):
         logits, transposed = tile.logits[0, 0], head.sequences([0], slice(None), rows).logits[0, 0].mT
@@ -242,7 +242,7 @@ def _kernel_tiles(head: QueryKey, gauge: PerToken, half: PerToken) -> Iterator[t
 
 
 def _gauge(head: QueryKey) -> tuple[PerToken, PerToken, float]:
-    """Return κ − ρ, half the diagonal of L + (κ − ρ)1ᵀ, and the largest |L_ij| of one long head.
+    """Return κ − ρ, half the diagonal of L + (κ − ρ)1ᵀ, and the largest |L_ij| of one head over a long sequence.
 
     L contains the logits; κ and ρ are the means of its columns and rows.
     """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PANELS = 4  # Column panels of AᵀA: only 10 of 16 blocks, on and above the diagonal, are computed
 ROWS = 512  # Rows of a factor multiplied at once: the rows and their products fit in the second-level cache
 LARGEST_CONDITION = 1e5
-"""Largest condition number at which a Cholesky root is used: its relative error, eps · condition², is about 2e-6."""
+"""Largest condition number at which a Cholesky root is used: its relative error is eps · condition², about 2e-6."""
 
 
 def symmetry(form: Form) -> PerHead:
@@ -92,9 +92,9 @@ def _sum_symmetry(query_key: QueryKey) -> Float[Tensor, ""]:
 
 
 def directionality(form: Form) -> PerHead:
-    """Return (r − c)/(r + c) in [−1, 1]; r (c) is the sum of the norms of M's rows (columns) above mean + 2 sd.
+    """Return (r − c)/(r + c) in [−1, 1]; r (c) sums those norms of M's rows (columns) that exceed their mean + 2 sd.
 
-    The sign is that of Saponati et al. 2025; the value is 0 if no norm exceeds these limits. Squared row norms are
+    The sign is that of Saponati et al. 2025; the value is 0 if no norm exceeds its limit. Squared row norms are
     diag(W_Q G_K W_Qᵀ). Under rotation, they are proportional to diag(W_Q Σ_i R(i) G R(i)ᵀ W_Qᵀ), where G is the Gram
     matrix of the stacked [W_K R(j)]_j. Column norms are analogous.
     """
@@ -300,7 +300,7 @@ class Form:
 
     @property
     def group(self) -> int | None:
-        """Number of consecutive query heads per key head; None if there is no such number (subset of heads)."""
+        """Number of consecutive query heads per key head; None if it is not constant (as in a subset of heads)."""
         key_of, kv_heads = self.query_key.key_of, self.query_key.key.shape[-3]
         group = len(key_of) // kv_heads
         return group if group and key_of == tuple(head // group for head in range(group * kv_heads)) else None
@@ -334,7 +334,7 @@ class Form:
 
     @property
     def norm(self) -> PerHead:
-        """‖M‖_F = |s|·√tr(G_Q G_K)."""
+        """‖M‖_F = |s|·√tr(G_Q G_K), where G_Q is `query_mean` and G_K is `key_mean`."""
         squared = (self.query_mean * self.key_mean).sum((-2, -1))
         return abs(self.query_key.scale) * squared.clamp(min=0).sqrt()
 
@@ -467,7 +467,7 @@ def _change_roots(query_key: QueryKey, base: QueryKey) -> tuple[Roots, Roots]:
 
 
 def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_partner: Tensor) -> Tensor:
-    """Return R of [a·first b·second] by QR; a and b balance the norms of each block and its partner."""
+    """Return R of [a·first b·second] by QR; a and b equalise the norms of each block and its partner."""
     scaled = []
     for part, partner in ((first, first_partner), (second, second_partner)):
         norm, partner_norm = (torch.linalg.matrix_norm(side, keepdim=True) for side in (part, partner))
@@ -478,7 +478,7 @@ def _balanced_root(first: Tensor, second: Tensor, first_partner: Tensor, second_
 def largest_angle(first: Factors, second: Factors) -> Float[Tensor, "*batch"]:
     """Return the largest principal angle between two column spaces, in degrees, in [0, 90].
 
-    The angle is asin ‖(I − U Uᵀ)V‖₂ for orthonormal bases U and V, which is exact for small angles (Björck & Golub
+    For orthonormal bases U and V, the angle is asin ‖(I − U Uᵀ)V‖₂, accurate even if it is small (Björck & Golub
     1973). Directions with σ ≤ eps · n · σ₁ do not count. The angle is 90 if the ranks differ, and NaN if both are 0.
     """
     return over_heads(_largest_angles, first.double(), second.double())

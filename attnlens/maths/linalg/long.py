@@ -1,4 +1,4 @@
-"""Matrices of long sequences in tiles of rows: leading singular values, and masks made of intervals."""
+"""Matrices of long sequences, computed in tiles of rows: leading singular values, and sums over interval masks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     Ends = tuple[Int[Tensor, " ends"], Int[Tensor, " ends"]]
 
 LONG = 2048**2
-"""Heads with more query–key pairs than this are called long. Their matrices are computed in tiles, without full
-spectra, which take 7 s per head and core at 2,048 tokens and 64 times as long at 8,192."""
+"""Sequences with more query–key pairs than this are called long. Their matrices are computed in tiles, without full
+spectra, which take 7 s per head on one core at 2,048 tokens and 64 times as long at 8,192."""
 TILE = 1 << 22  # Numbers in one tile: 32 MB of float64. About five tiles are in memory at a time.
 BLOCK = 64  # Vectors per product; they are multiplied together, because each product recomputes all tiles
 SMALL = 1024  # Largest number of columns of a matrix that is decomposed as a whole
@@ -33,10 +33,10 @@ POWERS = 8  # Largest power of the deflated matrix that bounds its norm: higher 
 SLACK = 1.3  # First guess of the ratio of the bound on the deflated norm to the next Ritz value
 ROUNDING = 1e-10  # Energies that differ by less than this share of the total prove nothing: rounding can be the cause
 FACTOR = 10 ** (16 / BLOCK) * math.sqrt(2 / math.pi)
-"""‖B‖ ≤ FACTOR · max_i ‖Bω_i‖ for BLOCK Gaussian ω_i, except for one draw in 10^16 (Halko et al. 2011, Lemma 4.1)."""
+"""‖B‖ ≤ FACTOR · max_i ‖Bω_i‖ for BLOCK Gaussian ω_i, except with probability 1e-16 (Halko et al. 2011, Lemma 4.1)."""
 RESIDUAL = 1e-10
-"""Relative residual at which conjugate gradients stop. The explained squares are then too small by less than RESIDUAL²
-times the condition number of the scaled equations, which is below rounding."""
+"""Relative residual at which conjugate gradients stop. The explained sum of squares then has a relative error below
+RESIDUAL² times the condition number of the scaled equations, which is less than rounding."""
 STEPS = 1000  # Most steps of conjugate gradients; real masks take 6 to 20
 
 
@@ -75,7 +75,7 @@ def map_heads(compute: Callable[[QueryKey], float | tuple[float, ...]], query_ke
 
 @dataclass(frozen=True)
 class TiledMatrix:
-    """n × m matrix P, as tiles of rows that are recomputed for each product; A is PᵀP."""
+    """An n × m matrix P, given as tiles of rows that are recomputed for each product; A is PᵀP."""
 
     tiles: Callable[[], Iterable[Float[Tensor, "rows some_m"]]]  # Rows of P in order; columns that a tile lacks are 0
     size: int  # Number of columns m
@@ -210,9 +210,9 @@ class IntervalMask:
     queries: tuple[Int[Tensor, " m"], Int[Tensor, " m"]]  # Index of each key's first query, and of its last plus 1
 
     def explained_squares(self, by_key: Float[Tensor, " m"], by_distance: Distances | None) -> tuple[float, float]:
-        """Return the sums of squares of row-centred scores that key terms b explain, and distance terms c in addition.
+        """For row-centred scores L, return how much of ‖L‖² key terms b explain, and distance terms c in addition.
 
-        The arguments are the scores' sums per key and per distance j − i ≥ 1 − n (None for cross-attention, for which
+        The arguments are L's sums per key and per distance j − i ≥ 1 − n (None for cross-attention, for which
         the second result is NaN). The results are NaN if conjugate gradients do not converge.
         """
         n, size = len(self.keys[0]), len(by_key)
@@ -264,7 +264,7 @@ def _sum_intervals(values: Vector, ends: Ends) -> Float[Tensor, " ends"]:
 
 
 def _solve_energy(multiply: Callable[[Vector], Vector], right: Vector, scale: Vector) -> float:
-    """Return gᵀN⁺g for g = `right` in the range of N; NaN without convergence.
+    """Return gᵀN⁺g for g = `right` in the range of N; NaN if the iteration does not converge.
 
     `multiply` computes products with N; conjugate gradients are applied to N scaled to unit diagonal by `scale`.
     """

@@ -77,8 +77,8 @@ def feature_rank(query_key: QueryKey, error: float) -> PerHead:
     Sums and errors are over the visible pairs. K can have any values at hidden pairs, because zeros there would give
     every causal head full rank. A query whose sum is not positive has error 1, and a sink keeps its weight.
 
-    For m = 1, attention depends only on the key and is fitted by likelihood. For m > 1, K is fitted to P at the visible
-    pairs and to its previous values at the hidden pairs (hard imputation, Mazumder et al. 2010), by STEPS steps of
+    For m = 1, attention depends only on the key and is fitted by likelihood. For m > 1, K is fitted to attention at
+    visible pairs and to its previous values at hidden pairs (hard imputation, Mazumder et al. 2010), by STEPS steps of
     subspace iteration from the fit for m = 1. Bisection finds m, which is an upper bound on the least rank; the least
     rank under a mask has no closed form. NaN if no query sees two keys.
     """
@@ -110,7 +110,7 @@ def _bisect_rank(attention: Matrix, visible: Matrix, error: float) -> float:
 
 
 def _fit_by_key(attention: Matrix, visible: Matrix) -> Matrix:
-    """Fit attention by a score b_j per key: return e^{b_j}/Σ_l e^{b_l}, over visible keys l, times i's total weight.
+    """Fit attention by a score b_j per key: return e^{b_j}/Σ_l e^{b_l}, l visible to query i, times i's total weight.
 
     The quotient is capped at 1 for keys hidden from query i. Newton's method finds the b that maximises the likelihood
     Σ_ij p_ij log p̂_ij, which is concave in b.
@@ -142,7 +142,7 @@ def _can_fit(attention: Matrix, visible: Matrix, start: Matrix, directions: Dire
 
 
 def _kernel_error(kernel: Matrix, attention: Matrix, visible: Matrix) -> float:
-    """Return the mean total variation between attention and the normalised kernel; a sink keeps its weight."""
+    """Return the mean total variation distance between attention and the normalised kernel; a sink keeps its weight."""
     weights = kernel * visible
     total = weights.sum(-1, keepdim=True) + (1 - attention.sum(-1, keepdim=True)).clamp(min=0)
     return float(_total_variation(weights / torch.where(total > 0, total, torch.nan), attention, visible.sum(-1)))
@@ -170,7 +170,7 @@ def _visible_pairs(query_key: QueryKey) -> Bool[Tensor, "*batch heads n m"]:
 
 
 def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"], query_key: QueryKey) -> Matrices:
-    """Return k_ij e^{b_ij}/(Σ_j k_ij e^{b_ij} + e^{sink}) over the keys that i sees.
+    """Return k_ij e^{b_ij}/(Σ_j k_ij e^{b_ij} + e^{sink}) over the keys j that query i sees.
 
     `kernel` contains e^{unit_i} · k_ij. Rows whose sum is not positive are NaN.
     """
@@ -187,9 +187,9 @@ def _normalise_kernel(kernel: Matrices, unit: Float[Tensor, "*batch heads n 1"],
 
 
 def _total_variation(approximation: Weights, attention: Weights, keys: Tensor) -> Float[Tensor, "*batch"]:
-    """Average the total variation between two attentions over queries with two keys or more; NaN if there are none.
+    """Average the total variation distance of two attention matrices over queries with ≥ 2 keys; NaN if there are none.
 
-    A sink's weight counts as that of a key. The total variation of a NaN row is 1.
+    A sink's weight counts as that of a key. The distance of a NaN row is 1.
     """
     distance = (approximation - attention).abs().sum(-1) + (approximation.sum(-1) - attention.sum(-1)).abs()
     chooses = keys >= 2
@@ -264,7 +264,7 @@ def _run_in_pool(function: Callable[[Item], Result], items: Iterable[Item]) -> l
 
 @cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Return the process's pool of this many threads; the pool is cached, because starting threads takes time."""
+    """Return the process's pool of `workers` threads, which is cached because starting threads takes time."""
     return ThreadPoolExecutor(workers, initializer=_one_thread)
 
 
@@ -313,7 +313,7 @@ def root_singular_values(left_root: Tensor, right_root: Tensor) -> Tensor:
 
 
 def stable_rank(values: Float[Tensor, "*batch steps"]) -> Float[Tensor, "*batch"]:
-    """Return ‖M‖_F² / ‖M‖₂² ≥ 1 from descending σ of M; (4, 2, 1, 1) gives 1.375. NaN for a zero matrix."""
+    """Return ‖M‖_F² / ‖M‖₂² ≥ 1 from descending singular values; (4, 2, 1, 1) gives 1.375. NaN for a zero matrix."""
     return (values / values[..., :1]).square().sum(-1)
 
 

@@ -35,7 +35,7 @@ REFINEMENTS = 2  # Steps that each multiply the ridge's effect by RIDGE/λ; λ i
 
 
 def _fit_masks(query_key: QueryKey) -> Iterator[tuple[Bool[Tensor, "*batch heads"], Explain]]:
-    """Yield, for every distinct mask, an index of the sequences and heads that use it, and the fit of their scores."""
+    """Yield, for each distinct mask, flags of the sequences and heads that use it, and the fit made by `_fit_mask`."""
     lead, (n, m) = query_key.query.shape[:-2], query_key.logits.shape[-2:]
     distances, device = query_key.site.part != "cross", query_key.query.device
     if query_key.allowed is None:
@@ -132,7 +132,7 @@ def distance_sums(scores: Float[Tensor, "some n m"]) -> Float[Tensor, "some ever
 
 @dataclass(frozen=True)
 class VisibleShares:
-    """Shares of the variance of visible, row-centred scores that keys and distances explain; NaN without variance.
+    """Shares of the variance of visible, row-centred scores that keys and distances explain; NaN if the variance is 0.
 
     L_ij ≈ a_i + b_j + c_{i−j} is fitted by least squares on the visible pairs, first a, then b, then c. Softmax ignores
     a. The shares are in [0, 1] and sum to 1. Cross-attention has no distances, so its interaction share is 1 − `key`.
@@ -146,10 +146,10 @@ class VisibleShares:
 def visible_shares(query_key: QueryKey) -> VisibleShares:
     """Compute the three shares of every head under any mask.
 
-    The shares of a head without variance are NaN, and so are those of a long head if its mask has gaps or conjugate
+    The shares are NaN if the scores have no variance or, for long sequences, if the mask has gaps or conjugate
     gradients do not converge.
 
-    The normal equations depend only on the mask and are factored once per mask; long heads use conjugate gradients.
+    The normal equations depend only on the mask and are factored once per mask; long sequences use conjugate gradients.
     """
     shares = map_heads(_long_shares, query_key) if is_long(query_key) else _shares(query_key)
     key, distance = shares.clamp(0, 1).unbind(-1)  # rounding can leave a share outside [0, 1]
@@ -181,7 +181,7 @@ def compares_all(query_key: QueryKey) -> Bool[Tensor, "*batch heads"]:
 def visible_rank(query_key: QueryKey, share: float) -> PerHead:
     """Return the least k with Σ_{l≤k} σ² ≥ share · Σσ² for σ of the row-centred visible scores; NaN if all are zero.
 
-    For long heads, the result is also NaN if `least_rank` cannot prove k.
+    For long sequences, the result is also NaN if `least_rank` cannot prove k.
     """
 
     def rank(head: QueryKey) -> float:
@@ -202,7 +202,7 @@ def visible_rank(query_key: QueryKey, share: float) -> PerHead:
 
 
 def _shares(query_key: QueryKey) -> Float[Tensor, "*batch heads 2"]:
-    """Return the shares explained by keys, and by distances in addition to keys."""
+    """Return the shares of the scores' variance explained by keys, and by distances in addition to keys."""
     scores = visible_scores(query_key)
     n, m = scores.shape[-2:]
     energy, by_key, by_distance = torch.split(over_heads(_sums, scores), [1, m, n + m], -1)
@@ -213,7 +213,7 @@ def _shares(query_key: QueryKey) -> Float[Tensor, "*batch heads 2"]:
 
 
 def _long_shares(head: QueryKey) -> tuple[float, float]:
-    """Return the shares of one long head explained by keys, and by distances in addition, as in `visible_shares`."""
+    """Apply `_shares` to one head over a long sequence; NaN in the cases listed at `visible_shares`."""
     n, m = head.query.shape[-2], head.key.shape[-2]
     all_pairs = torch.ones((), dtype=torch.bool, device=head.query.device)
     fit = find_intervals((all_pairs if head.allowed is None else head.allowed).expand(1, 1, n, m)[0, 0])
@@ -225,7 +225,7 @@ def _long_shares(head: QueryKey) -> tuple[float, float]:
 
 
 def _long_sums(head: QueryKey) -> tuple[Float[Tensor, ""], Float[Tensor, " m"], Float[Tensor, " distances"]]:
-    """Return ‖L‖² of one long head (0 if within rounding), and the sums of L per key and per distance j − i ≥ 1 − n.
+    """Return ‖L‖² (0 if within rounding), and the sums of L per key and per distance j − i ≥ 1 − n, for a single head.
 
     L contains the row-centred visible scores.
     """
@@ -253,7 +253,7 @@ def _centre_scores(query_key: QueryKey) -> tuple[Float[Tensor, "*batch heads n m
 
 
 def _exceeds_rounding(norm: Norms, scores: Norms, keys: int) -> Bool[Tensor, "*batch"]:
-    """Return True if a norm exceeds the rounding left by centring the rows of scores with norm `scores`."""
+    """Return True if the `norm` of row-centred scores exceeds rounding; `scores` is the norm before centring."""
     # Strict: scores that are constant in each row leave at most this norm.
     return norm > torch.finfo(norm.dtype).eps * keys * scores
 

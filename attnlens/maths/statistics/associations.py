@@ -1,6 +1,6 @@
 """Rank correlations, permutation tests and reliability of measures of heads; comparisons of treatments in blocks.
 
-A measure is compared with the harm: the loss added by changing a head.
+A measure is compared with the harm: the increase in loss when a head is changed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Blocks:
 
     values: Float[Tensor, "treatments blocks"]  # One row per treatment, one column per block; finite
     kinds: Sequence[int] = ()
-    """Kind of each treatment. The variance of a pair is moderated by pairs of the same two kinds. Empty: one kind."""
+    """Kind of each treatment. A pair's variance is moderated by other pairs of the same two kinds. Empty: one kind."""
 
     @property
     def means(self) -> Float[Tensor, " treatments"]:
@@ -64,9 +64,9 @@ class Blocks:
         return self.values.double().mean(1)
 
     def p_values(self) -> list[float]:
-        """Return the two-sided p-value for the hypothesis μ_a = μ_b of each pair in `pairs_of`.
+        """Return the two-sided p-value of each pair (a, b) of treatments, in the order of `pairs_of`, for μ_a = μ_b.
 
-        A p-value is NaN if there is a single block, or if at least half of the pairs of the same two kinds have
+        A p-value is NaN if there is a single block, or if more than half of the pairs of the same two kinds have
         differences of zero variance.
         """
         pairs, values = pairs_of(len(self.values)), self.values.double().numpy()
@@ -185,9 +185,9 @@ def permutation_tests(measures: Measures, harm: PerHead, draws: int = PERMUTATIO
 
     p is (1 + #{t* ≥ t})/(1 + draws), where t = |ρ|√(n − 1) over the n heads with both values, and t* is the value of t
     after a permutation of the harms. Each permutation is used for all measures. `corrected` compares t with the largest
-    t* of any measure (maxT, Westfall & Young 1993, section 2.6), which bounds the probability of reporting any
-    unassociated measure. Harms are ranked among all heads with a harm. NaN for a measure that is constant or has fewer
-    than four values.
+    t* of any measure (maxT, Westfall & Young 1993, section 2.6), which bounds the probability of reporting even
+    one unassociated measure. Harms are ranked among all heads with a harm. NaN for a measure that is constant or has
+    fewer than four values.
     """
     has_harm = ~harm.isnan()
     values, harm = measures.double()[:, has_harm], harm[has_harm].double()
@@ -213,7 +213,7 @@ def permutation_tests(measures: Measures, harm: PerHead, draws: int = PERMUTATIO
 
 
 def _permutation_scores(centred: Measures, present: Measures, ranks: Draws) -> Float[Tensor, "draws measures"]:
-    """Return |ρ|√(n − 1) of each measure with each row of ranks; NaN if the measure or the ranks are constant."""
+    """Return |ρ|√(n − 1) for each measure and each row of harm ranks; NaN if either is constant."""
     count = present.sum(1)
     spread = ranks.square() @ present.mT - (ranks @ present.mT).square() / count.clamp(min=1)
     # Rounding can leave the spread of equal ranks below 0.
@@ -259,11 +259,11 @@ def windows_interval(
 
 
 def split_half(harm: Windows, sizes: Sizes, design: Design, seed: int = 0) -> float:
-    """Return the reliability 2r/(1 + r) ≥ 0 of the heads' harms; r is Spearman's ρ between halves of the windows.
+    """Return the Spearman–Brown reliability 2r/(1 + r) ≥ 0 of the heads' harms, from halves of the windows.
 
-    r is the median over random halvings, within each text if every text has at least two windows (Spearman 1910, Brown
-    1910). A measure that predicts the harm perfectly, apart from noise between windows, has an expected ρ of
-    √reliability. NaN for fewer than two windows or fewer than four heads; 0 if r is undefined.
+    r is the median of Spearman's ρ between the harms on both halves over random halvings, within each text if every
+    text has at least two windows. A measure that predicts the harm perfectly, apart from noise between windows, has an
+    expected ρ of √reliability. NaN for fewer than two windows or fewer than four heads; 0 if r is undefined.
     """
     if design.count < 2 or harm.shape[1] < 4:
         return math.nan

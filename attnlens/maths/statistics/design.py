@@ -241,6 +241,6 @@ class Design:
 
 
 def _count_picks(picks: Tensor, size: int) -> Float[Tensor, "draws size"]:
-    """Count how often each number below `size` occurs in each row."""
+    """Count how often each number below `size` occurs in each row of `picks`."""
     counts, ones = torch.zeros(len(picks), size, dtype=torch.float64), torch.ones_like(picks, dtype=torch.float64)
     return counts.scatter_add_(1, picks, ones)

@@ -40,7 +40,7 @@ PIECE = 500  # Samples computed at once
 def gaussian_null(
     analyzers: Sequence[Any], like: QueryKey, draws: int = 32, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """Return the mean and sd of each scalar measure, by name, over random heads with the shape and rotation of `like`.
+    """Return the mean and sd, keyed by measure, of scalar measures over random heads with the shape and RoPE of `like`.
 
     The factors of a random head are independent and Gaussian, with unit Frobenius norm: the caller must rescale
     measures that are proportional to ‖W_Q‖‖W_K‖. Each analyzer needs a `function` of a QueryKey, and `measures` with
@@ -170,7 +170,7 @@ def paired_difference(
 def _contrast(
     pair: Float[Tensor, "2 windows"], weight: PerWindow, times: Samples, design: Design, of: Transform | None
 ) -> tuple[PerDraw, PerDraw]:
-    """Return the difference of(mean after) − of(mean before) in each sample, and its delta-method standard error."""
+    """Return `of`(mean after) − `of`(mean before) in each sample, and its delta-method standard error."""
     total = (times * weight).sum(-1)
     means = torch.stack([(times * weight * side).sum(-1) / total for side in pair])
     values, slopes = means, torch.ones_like(means)
@@ -206,10 +206,10 @@ def median_error(
     draws: int = MEDIAN_ERROR_DRAWS,
     seed: int = 0,
 ) -> list[float]:
-    """Return, for each group of heads, the standard error of the median of the heads' means over windows.
+    """Return, for each group, the standard error of the median over its heads of each head's mean over windows.
 
     The error is the sd over bootstrap samples of windows, widened by `Design.widening`. Every sample averages all heads
-    over the same windows, because heads that read the same text are not independent. NaN without degrees of freedom.
+    over the same windows, because heads that read the same text are not independent. NaN if `design.freedom` is 0.
     """
     if design.freedom < 1 or not len(values):
         return [math.nan] * len(groups)
@@ -254,7 +254,7 @@ def p_values(differences: Float[Tensor, "units windows"], design: Design, weight
 
 
 def _student_p(scores: PerUnit, freedom: int) -> PerUnit:
-    """Return the two-sided p-values of these scores by Student's t; NaN without degrees of freedom."""
+    """Return the two-sided p-values of these scores by Student's t; NaN if `freedom` is 0."""
     return torch.from_numpy(2 * stats.t.sf(scores.numpy(), freedom)) if freedom > 0 else scores * torch.nan
 
 
