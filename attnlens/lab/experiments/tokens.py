@@ -205,7 +205,7 @@ def draw_starts(
 def descend_trials(
     s: ExperimentSettings, d: int, stage: str, progress: Progress, floor: float = 0.0
 ) -> tuple[Draws, Descent]:
-    """Sample instances of dimension d, and run gradient descent on all of them at once; return both."""
+    """Run gradient descent on random instances of dimension d, all at once; return the instances and the descent."""
     draws = draw(s.n, s.T, d, s.trials, s.seed, s.attention, s.head)
 
     def tick(step: int, steps: int) -> None:

@@ -81,7 +81,7 @@ def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     }
     return Experiment(
         name="multi-token",
-        question="If several tokens keep attention weight, does descent converge to W_fin + R·W_mm of the SVM?",
+        question="If several tokens keep attention weight, does descent converge to the direction of W_fin + R·W_mm?",
         settings={"gone": GONE, "kept": KEPT, "floor": FLOOR, "hidden_units": "d", **shares},
         axis="d",
         curves=curves,

@@ -267,7 +267,7 @@ class Healer(SwapSetup):
         return states_of(result) if self.task == "hidden" else logits_of(result)
 
     def _compare(self, original: Tensor, new: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return, for each token except padding, the distance of `new` from `original`, and its sequence's index."""
+        """Return the distance of `new` from `original` at each real token, and the index of the token's sequence."""
         owners = sequence_index(original, inputs)
         if owners is None:  # attribute all to the first sequence
             owners = torch.zeros(original[..., 0].numel(), dtype=torch.long)
@@ -405,7 +405,7 @@ class Distances:
         return math.isfinite(float(self.each.sum()))
 
     def falls_from(self, before: Distances) -> bool:
-        """Return True if the mean difference from `before` is below 0, with its 95 % interval unless sequences are few.
+        """Return True if the distances are significantly smaller than `before` (for few sequences: smaller on average).
 
         If `self` or `before` is not finite, return whether `self` is finite.
         """
@@ -416,7 +416,7 @@ class Distances:
 
 
 def measure_distances(healer: Healer, fed: Sequence[Fed], stage: HealingStage = "whole") -> Distances:
-    """Measure, for each sequence of these batches, the distance that the stage minimises, without the regulariser."""
+    """Measure the distance that `stage` minimises, without the regulariser, on each sequence of `fed`."""
     if stage == "transfer":
         errors = torch.cat([transfer_errors(healer, batch.inputs) for batch in fed])
         return Distances(errors, torch.ones_like(errors))

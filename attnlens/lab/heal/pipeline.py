@@ -223,7 +223,7 @@ def run_training(
 def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]:
     """Return training batches, and held-out batches spread over the texts; raise TextError for a single batch."""
     if len(batches) < 2:
-        needed = "two batches of calibration text: one to train on, one to choose the best step"
+        needed = "two batches of calibration text: one to train on, and one to choose the best step"
         remedy = "Give a longer text with --calibration, or a smaller --batch-size."
         raise TextError(f"Healing needs at least {needed}.", remedy)
     if healer.options.learn == "text":

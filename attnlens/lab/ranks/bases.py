@@ -52,7 +52,7 @@ def form_name(form: Kernel) -> str:
 
 
 def with_parameters(kernel: Kernel, **parameters: float) -> Kernel:
-    """Return a copy of the kernel in which `parameters` replace those of the same names."""
+    """Return a copy of the kernel with the given parameters changed."""
     return replace(kernel, parameters={**kernel.parameters, **parameters})
 
 

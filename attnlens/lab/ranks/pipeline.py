@@ -49,7 +49,7 @@ def rank_work(
 ) -> SwapWork:
     """Check the options, load the model, and prepare the work of `find_ranks` without starting it.
 
-    `chosen` is called with the plan as soon as the ranks are chosen.
+    `chosen` is called with the plan as soon as a search has chosen the ranks.
     """
     check_work(model, request)
     kernels, plan, request = rank_kernels(request)

@@ -365,7 +365,7 @@ def _select_cells(names: Sequence[str], request: StudyRequest, forms: Set[str]) 
 
 
 def load_tasks(request: StudyRequest, forms: Set[TaskForm], scales: Mapping[TaskForm, Scale]) -> list[StudyTask]:
-    """Load the tasks of these forms from the user's files, the papers' data (scale `paper`) or built-in data."""
+    """Load the tasks of `forms` from the user's files, the papers' data (scale `paper`) or built-in data."""
     papers = request.scale == "paper"
     tasks: list[StudyTask] = []
     if request.series is not None:

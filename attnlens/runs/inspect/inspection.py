@@ -144,7 +144,7 @@ class Inspection(PreparedRun):
     site_calls: Sequence[SiteCall]  # calls of the requested sites
     inputs: texts.Batches | None = None  # batches that the model reads; None for weights alone
     skipped: Sequence[Skipped] = ()  # attention that can't be read, and measures that can't be computed
-    identity_error: float | None = None  # relative change of outputs under recomputed attention; None if unknown
+    identity_error: float | None = None  # relative change in outputs under recomputed attention; None if unknown
     factors: dict[Site, SiteFactors] | None = None  # factors of each site's weights; None if not stored
     _turns: weights.Turns = field(default_factory=weights.Turns)
     _nulls: dict[object, tuple[object, dict[str, tuple[float, float]]]] = field(default_factory=dict)

@@ -97,13 +97,13 @@ class SwapSession:
     missed: dict[str, str | None] = field(default_factory=dict)  # attention that is not a site, see `hooks.Survey`
     caches: dict[Site, CacheShape | None] = field(default_factory=dict)  # None: other heads read the same keys
     model_heads: int = 0  # number of heads of all sites
-    identity_error: float = 0.0  # relative change of the outputs if attention is recomputed
+    identity_error: float = 0.0  # relative change in the outputs when attention is recomputed
     controls: dict[object, ChangedModel] = field(default_factory=dict)  # unfitted controls, by `kernels_by_site`
     timings: dict[str, float] = field(default_factory=dict)
     measures: SweptMeasures | None = None  # computed at the first sweep of heads
 
     def survey(self) -> None:
-        """Find and verify all sites; select the requested sites. Raise UsageError if a kernel is undefined there."""
+        """Find and verify all sites, and select those requested. Raise UsageError if a kernel is undefined for them."""
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
             self.identity_error = checks.require_identity(self.loaded, self.probe)
@@ -344,7 +344,7 @@ def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: M
     if any(site.part == "cross" for site in swaps):
         return CROSSING
     tokens = max(shapes[site].tokens for site in swaps)
-    return WIDTH if tokens > WIDTH else f"the sequences have {tokens} tokens, and no key is beyond a window of {WIDTH}"
+    return WIDTH if tokens > WIDTH else f"the sequences have {tokens} tokens, so no key lies beyond a window of {WIDTH}"
 
 
 def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlSwap:
@@ -361,7 +361,7 @@ def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlS
     if all(swap.kernel.filter is None for swap in windows.values()):
         site = next(iter(swaps))
         state = state_numbers(swaps[site].kernel, shapes[site])
-        what = "a window of 64 keys with the first 4" if state is None else f"a state of {state:,.0f} numbers"
+        what = "a window of 64 keys plus the first 4 keys" if state is None else f"a state of {state:,.0f} numbers"
         why = f"{what} can store all {shapes[site].tokens} keys, so the control would be the model itself"
         return ControlSwap("same size", None, mean_state(swaps, shapes), why)
     return ControlSwap("same size", ChangedModel(windows, path=EXACT), mean_state(windows, shapes))
@@ -485,7 +485,7 @@ class KernelRun:
         return keep_nothing if self.store is None else self.store.compute
 
     def start_stage(self, stage: str, total: int) -> AddSteps:
-        """Announce a stage of `total` steps, naming the kernel if there are several; return a function to add steps."""
+        """Announce a stage of `total` steps, naming the kernel if several run; return a function to add steps."""
         label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
         return start_stage(self.session.progress, label, total)
 

@@ -369,10 +369,10 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]
             yield f"{scores}: {bound} bounds their rank."
         return
     if "capped" in special:
-        effect = "is applied to the capped scores" if info.form == "score" else "replaces the cap too"
+        effect = "is applied to the capped scores" if info.form == "score" else "also replaces the cap"
         yield f"The model caps its scores (softcap) at {special['capped']}; the new kernel {effect}."
     if "biased" in special:
-        yield f"The model adds a position bias at {special['biased']}; it is added to log k too."
+        yield f"The model adds a position bias at {special['biased']}; the bias is also added to log k."
     if "sinking" in special:
         effect = "there, terms of log k that depend only on the query do not cancel"
         yield f"The model has attention sinks at {special['sinking']}; {effect}."
