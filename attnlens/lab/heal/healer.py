@@ -337,7 +337,7 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
 def transfer_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
     """Return Σ_sites ‖new − original‖² / ‖original‖² of each sequence, without gradients or regulariser.
 
-    Sites that split sequences into a different number of rows than the first site are left out.
+    Sites that split the sequences into a different number of rows than the first site does are left out.
     """
     with torch.no_grad():
         errors = [error for by_site, _ in _site_errors(healer, inputs) for error in by_site]

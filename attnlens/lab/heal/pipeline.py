@@ -483,7 +483,7 @@ class Descent:
 
 
 def shape(step: int, share: float, steps: float) -> float:
-    """Return the factor of the learning rate at a step of a stage of `steps` steps.
+    """Return the factor of the learning rate at step `step` of a stage of `steps` steps.
 
     The factor is a linear warm-up times a cosine that falls from 1 to LOWEST as `share` rises from 0 to 1.
     """

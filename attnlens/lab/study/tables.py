@@ -91,7 +91,7 @@ TABLES = {
     table.name: table
     for table in TypeAdapter(list[PaperTable]).validate_json(Path(__file__).with_name("tables.json").read_bytes())
 }
-"""The papers' tables by their name on the command line.
+"""The papers' tables, keyed by name on the command line.
 
 `kernels`: As in Tsai et al., language models use a product with positions (Eq. 5) and values without positions;
 translation models use the direct sum (Eq. 4) and values with positions. `positions`: Values contain positions with the
