@@ -216,7 +216,7 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     rank, whole, head_dim, heads = latent.rank, latent.keys * size.head_dim, size.head_dim, latent.heads
 
     def count(query: int, key: int, score: int, query_map: int = 0, key_map: int = 0, offset: int = 0) -> Costs:
-        """Compute costs from columns of W_Q (per head) and W_K, products per score, map entries and offset entries."""
+        """Compute costs from columns of W_Q (per head) and W_K, products per score, and entries of maps and offset."""
         made = heads * (size.query_width * query + query_map) + size.keys_per_query * (size.key_width * key + key_map)
         parameters = heads * (size.query_width + size.query_bias) * query + latent.keys * query_map
         return Costs(
