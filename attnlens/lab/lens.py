@@ -54,7 +54,7 @@ class Lens:
 
     @property
     def report(self) -> Report:
-        """Report of the last `inspect` call without options, else of the first call; calls `inspect` if needed."""
+        """Report of the last `inspect` call without options, else of the first call, which is made if needed."""
         return self.inspect() if self._report is None else self._report
 
     @property
@@ -75,7 +75,7 @@ class Lens:
         return compare(self.loaded, other.loaded if isinstance(other, Lens) else other, **options)
 
     def ranks(self, budget: str = "loss:1%", **options: object) -> Report:
-        """Find the smallest rank of each key head within a budget; `options` are those of `attnlens.find_ranks`."""
+        """Find each key head's smallest rank within a loss budget; `options` are those of `attnlens.find_ranks`."""
         return find_ranks(self.loaded, budget=budget, **options)
 
     def capture(self, text: str | Mapping[str, Tensor]) -> list[QueryKey]:

@@ -124,7 +124,7 @@ def _check_layer(layer: SiteCall, samples: int) -> None:
     if layer.site.part == "cross":
         problem = "is cross-attention: e- and r-scores would belong to different tokens"
     elif layer.call.bias is not None:
-        problem = "adds a position bias to its scores (as in T5), but primal attention computes no scores of pairs"
+        problem = "adds a position bias to its scores (as in T5), but primal attention has no score for each pair"
     elif layer.site.repeated:
         problem = "is called more than once per forward pass"
     if problem:
@@ -146,7 +146,7 @@ def _keep_input(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, o
 
 
 def _compute_attention(call: Call) -> Tensor:
-    """Compute a module's output, (batch, queries, heads, value_dim), by its primal heads or, if none, by softmax."""
+    """Compute a module's output (batch, queries, heads, value_dim) with its primal heads; without them, by softmax."""
     from attnlens.models.hooks import OWN
 
     module = cast("nn.Module", call.module)

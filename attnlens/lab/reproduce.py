@@ -1,4 +1,4 @@
-"""The papers' small experiments on synthetic data, a head or small models, compared with published values."""
+"""The papers' small experiments on synthetic data, on a head or on small models, compared with published values."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def reproduce(
     verdict. With `quick`, which applies only to `claims`, fewer trials are run with wider tolerances, and no
     transformer is trained. Of the other options, `claims` accepts only the seed.
 
-    All cells of a task have the same sizes, steps and data. The learning rate of a cell minimises the validation loss
-    of shorter runs. The test set is read once, at the end of each run. Cells are compared over the same seeds
-    (moderated paired t, Holm), and their order is compared with the published order (Kendall's τ). A repeated call
-    resumes from the runs stored in the folder `work`.
+    All cells of a task have the same sizes, steps and data. Each cell's learning rate is the one with the smallest
+    validation loss in shorter runs. The test set is read once, at the end of each run. Cells are compared over the same
+    seeds (moderated paired t, Holm), and their order is compared with the published order (Kendall's τ). A repeated
+    call resumes from the runs stored in the folder `work`.
 
     Language models are trained on the `text` files (default: the King James text), translators on `pairs` (default: a
     built-in reversal task), classifiers on `series` and `labelled`. At scale `paper`, the defaults are WikiText-103 and
@@ -106,7 +106,7 @@ def run_rows(
 ) -> Report:
     """Run and time experiments one by one, and report the results.
 
-    On Ctrl-C, raise Interrupted with the report, or KeyboardInterrupt if no experiment is finished.
+    On Ctrl-C, raise Interrupted with the report so far, or KeyboardInterrupt if no experiment is finished.
     """
     completed: list[Experiment] = []
     timings: dict[str, float] = {}
@@ -155,11 +155,11 @@ def converge_head(
     """Train attention by normalised gradient descent to select the tokens that one head of a model selects.
 
     `head` is (layer, head), or `3.7`. The first experiment trains from zero (K and Q: from small random factors) and
-    from the head's own M, with steps of length lr · ‖W_mm‖ (K and Q: lr · √‖W_mm‖), where W_mm is the SVM that selects
-    the same tokens. The report contains the correlation of W with W_mm, the share of queries that keep their selection,
-    and ‖W‖/‖W_mm‖. The second experiment multiplies the head's logits by c, and measures how fast the softmax
-    approaches hard selection. Raises ModelError, TextError, and UsageError for invalid options and for a head whose
-    problem has no solution.
+    from the head's own bilinear form M, with steps of length lr · ‖W_mm‖ (K and Q: lr · √‖W_mm‖), where W_mm is the SVM
+    that selects the same tokens. The report contains the correlation of W with W_mm, the share of queries that keep
+    their selection, and ‖W‖/‖W_mm‖. The second experiment multiplies the head's logits by c, and measures how fast the
+    softmax approaches hard selection. Raises ModelError, TextError, and UsageError for invalid options and for a head
+    whose problem has no solution.
     """
     checked_name("parameterisation", parameterisation, ("W", "KQ"))
     options = {"lr": lr, "loss": loss, "iterations": iterations, "parameterisation": parameterisation}
@@ -262,7 +262,7 @@ def train_head(
     final["correlation of the head"] = curves["correlation, from the head"].median[0]
     return Experiment(
         name=f"head {head[0]}.{head[1]}",
-        question="Does gradient descent on the head's selection problem converge to its SVM, and keep its selection?",
+        question="Does gradient descent on the head's selection problem converge to the SVM and keep the selection?",
         settings={name: getattr(s, name) for name in ("parameterisation", "loss", "lr", "iterations", "seed")},
         labels={f"norm, from {name}": f"{NORM}, from {name}" for name in initial},
         final=final,
@@ -275,9 +275,9 @@ def measure_hardening(
 ) -> Experiment:
     """Compute KL(hard selection ‖ softmax(c · logits)) = −log p_max over the queries, as a function of c.
 
-    c multiplies the scores after the softcap, and the sink's logit. Copies of a token count as one outcome. The second
-    curve replaces the head's M by the SVM that selects the same tokens, scaled to the norm of M on the span of the
-    problem. Softcap and sink do not apply to the SVM, which defines only differences of scores.
+    c multiplies the scores after the softcap, and the sink's logit. Copies of a token count as one outcome. In the
+    second curve, the head's M is replaced with the SVM that selects the same tokens, scaled to the norm of M on the
+    span of the problem. Softcap and sink do not apply to the SVM, which defines only differences between scores.
     """
     odds = {"the head": _head_odds(nearness, scenes, softmax), "its SVM at the same norm": _svm_odds(nearness, scenes)}
     curves = {
@@ -293,7 +293,7 @@ def measure_hardening(
 
 
 def as_instances(problem: Problem) -> Instances:
-    """Convert the problem to one trial of gradient descent. The selected token α becomes 0, any other x becomes x−α."""
+    """Convert the problem to one trial of gradient descent: the selected token α comes first; x becomes x − α."""
     n = len(problem.queries)
     counts = torch.bincount(problem.query_of, minlength=n)
     by_query = torch.split(-problem.differences[problem.query_of.argsort(stable=True)], counts.tolist())
@@ -305,7 +305,7 @@ def as_instances(problem: Problem) -> Instances:
 
 
 def build_starts(nearness: Nearness, as_form: bool, unit: float, seed: int) -> dict[str, BilinearForm | KeyQueryPair]:
-    """Return two initial W or (K, Q) by name: zero (K, Q: small random), and the head's M on the problem's span."""
+    """Return initial W or (K, Q) by name: zero (K, Q: small and random), and the head's M on the problem's span."""
     basis = row_span(nearness.posed.problem.differences)
     left, right = basis @ (basis.mT @ nearness.posed.form.left), nearness.posed.form.right
     if as_form:

@@ -199,7 +199,7 @@ def test_runs_and_calls_without_a_meaning_are_refused(demo):
     kernel = fitted("rank:2,group=2", drawn())
     turn = {"offset": torch.zeros(4, 6), "frequency": torch.zeros(4, 6), "partner": torch.arange(6).expand(4, -1)}
     turned, vit = kernel.with_fitted(kernel.fitted | turn), family("vit")
-    unrotated = "keys before rotation are unknown: the keys are not rotated"
+    unrotated = "rotation=before cannot be used at .*: the keys are not rotated"
     unfit = "needs predictions with a gradient"
     for refused, error, problem in (
         (lambda: swap_kernel(demo, "rank:4,rotation=before", **SMALL), UsageError, unrotated),

@@ -572,7 +572,7 @@ def test_with_a_rotation_parameters_grow_and_the_cache_shrinks():
         ("group=1", 5, None),
         ("group=all", 4, None),
         ("group=all", 24, "fewer operations only below"),
-        ("group=all", 120, "operations do not fall"),
+        ("group=all", 120, "the number of operations does not fall"),
         ("group=all,rotation=before", 24, None),
     ],
 )

@@ -143,7 +143,7 @@ def test_reasons_are_given_for_missing_controls_and_windows(demo):
     assert (control.kernel, control.loss) == (None, None)
     assert any("a state of 4,352 numbers can store all 64 keys" in note for note in all_keys.notes)
     for swap in (uniform, all_keys):
-        assert swap.reasons["beyond_window"] == "the sequences have 64 tokens, and no key is beyond a window of 64"
+        assert swap.reasons["beyond_window"] == "the sequences have 64 tokens, so no key lies beyond a window of 64"
     long = swap_kernel(demo, "random-features:400", **READ | {"windows": 4, "length": 160, "path": "fused"}).swap
     assert by_role(long)["same size"].kernel is None
     assert long.beyond_window.window == 64, "the default"

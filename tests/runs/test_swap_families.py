@@ -165,7 +165,7 @@ def test_rbf_behind_a_norm_of_unit_gain_is_the_exponential_in_every_type():
 
 
 def test_notes_name_what_a_model_adds_to_its_scores():
-    phrases = ("caps its scores", "replaces the cap too", "applied to the capped scores", "position bias", "sinks")
+    phrases = ("caps its scores", "also replaces the cap", "applied to the capped scores", "position bias", "sinks")
     for name, words, expected in (
         ("llama", "rbf", ()),
         ("gemma2", "rbf", phrases[:2]),

@@ -40,7 +40,7 @@ QUICK = (8, 16, 32, 64), 300
 
 @dataclass(frozen=True)
 class Fits:
-    """Data to fit the networks of every trial and width: known pairs, initial weights and held-out pairs."""
+    """Data for fitting and testing the networks of every trial and width."""
 
     initial: list[Tensor]  # initial weights of each layer of both networks, (trials, 2, widths, in, out)
     widths: tuple[int, ...]  # number of features m of each fit
@@ -52,7 +52,7 @@ class Fits:
     def errors(self, steps: int, *, shared: bool) -> Float[Tensor, "trials widths"]:
         """Train for `steps` steps, and return the error ‖K̂ − K‖/‖K‖ of the learned kernel K̂ on the held-out pairs.
 
-        Each domain has its own network or, if `shared`, both domains share one network.
+        Each domain has a network of its own, unless `shared`.
         """
         estimate = _kernel(_learn(self, steps, 1 if shared else 2), self.widths, self.grid, self.grid)
         distance, size = (part.square().sum((-2, -1)).sqrt() for part in (estimate - self.truth[:, None], self.truth))
@@ -61,9 +61,9 @@ class Fits:
 
 @one_thread()
 def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silent) -> list[Experiment]:
-    """Measure the held-out error of two networks, κ(x, y) ≈ ⟨φ_X(x), φ_Y(y)⟩, by width m and by number of points.
+    """Measure the held-out error of two networks, κ(x, y) ≈ ⟨φ_X(x), φ_Y(y)⟩, against width m and number of points.
 
-    As a control, one network is trained for both domains at each width.
+    As a control at each width, a single network is trained for both domains.
     """
     samples, steps = QUICK if quick else FULL
     total = 1 + len(samples)
@@ -104,7 +104,7 @@ def binary_kernel(quick: bool = False, seed: int = 0, progress: Progress = silen
         floor,
         {"two_below_floor": below_floor},  # from the largest number of points
         name="binary kernel by samples",
-        question="How closely do two networks approximate this kernel from n points per domain and all n² pairs?",
+        question="How closely do two networks fit the indefinite kernel from n points per domain and all n² pairs?",
         settings=settings | {"m": WIDTHS[-1]},
         axis="points of each domain",
     )
@@ -138,7 +138,7 @@ def build_experiment(
 
 
 def build_fits(trials: int, points: int, widths: Sequence[int], seed: int) -> Fits:
-    """Draw points and initial weights; a trial's rotation and weights depend on neither `points` nor `widths`."""
+    """Draw each trial's rotation, weights and points, in this order, so that only the points depend on `points`."""
     generators = [torch.Generator().manual_seed(seed + trial) for trial in range(trials)]
     turns = torch.stack([_rotation(generator) for generator in generators])
 
@@ -160,7 +160,7 @@ def build_fits(trials: int, points: int, widths: Sequence[int], seed: int) -> Fi
 
 
 def best_errors(matrix: Float[Tensor, "*batch n n"], ranks: Sequence[int]) -> Float[Tensor, "*batch ranks"]:
-    """Compute the least error √(Σ_{l>m} σ_l²)/‖K‖ of a rank-m approximation of K, for each m (Eckart & Young 1936)."""
+    """Compute the least error √(Σ_{l>m} σ_l²)/‖K‖ of rank-m approximations of K, for each m (Eckart & Young 1936)."""
     values = torch.linalg.svdvals(matrix)
     return torch.stack([values[..., m:].norm(dim=-1) / values.norm(dim=-1) for m in ranks], -1)
 

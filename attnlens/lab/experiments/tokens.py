@@ -1,4 +1,4 @@
-"""Settings, figures and random instances of the experiments; experiments in which each input selects one token."""
+"""Shared settings, figures and random instances, and the experiments in which each input selects one token."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ExperimentSettings:
 
 @dataclass(frozen=True)
 class Study:
-    """An experiment, with its function, its settings and the source of its published values."""
+    """An experiment: its function, its settings, and the source of the published values."""
 
     name: str  # name on the command line
     function: Callable[[ExperimentSettings, Progress], Experiment]
@@ -61,8 +61,8 @@ class Study:
     def run(self, overrides: Mapping[str, Any], quick: bool, progress: Progress = silent) -> Experiment:
         """Run and judge the experiment with the options of SyntheticRequest in `overrides`, ignoring unused options.
 
-        The published values apply with any seed and at least as many trials as in the quick run, but not if another
-        setting is changed.
+        The result is compared with published values only if no setting except the seed and the number of trials is
+        changed, and there are at least as many trials as in the quick run.
         """
         standard = replace(self.full, **self.quick) if quick else self.full
         used = {NAMES.get(option, option): option for option in USES[self.name]}  # setting → option
@@ -163,7 +163,7 @@ class Draws:
 
     @property
     def best(self) -> Int[Tensor, "trials n"]:
-        """Index of each input's best token under a linear head: argmax_t Y·γ_t, where γ_t = vᵀx_t."""
+        """Index of each input's best token under a linear head v: argmax_t Y·vᵀx_t."""
         instances = self.instances
         _, rises = instances.head.evaluate(torch.ones(instances.tokens.shape[:3]).double(), instances.anchor_first())
         return (instances.labels[..., None] * rises).argmax(-1)
@@ -205,7 +205,7 @@ def draw_starts(
 def descend_trials(
     s: ExperimentSettings, d: int, stage: str, progress: Progress, floor: float = 0.0
 ) -> tuple[Draws, Descent]:
-    """Sample instances of dimension d, and run gradient descent on all at once; return instances and descent."""
+    """Run gradient descent on random instances of dimension d, all at once; return the instances and the descent."""
     draws = draw(s.n, s.T, d, s.trials, s.seed, s.attention, s.head)
 
     def tick(step: int, steps: int) -> None:
@@ -218,7 +218,7 @@ def descend_trials(
 def directions(
     solve: Solver, instances: Instances, chosen: Int[Tensor, "trials n"], tick: Callable[[int, int], None]
 ) -> Float[Tensor, "trials d d_query"]:
-    """Solve the SVM that selects each trial's chosen tokens; the solution is NaN if the tokens are not separable."""
+    """Return the W of the SVM that selects each trial's chosen tokens; NaN if these tokens are not separable."""
     d, d_query = instances.tokens.shape[-1], instances.queries.shape[-1]
     solutions = torch.full((len(chosen), d, d_query), torch.nan, dtype=torch.float64)
     for trial, tokens in enumerate(instances.tokens):
@@ -241,7 +241,7 @@ LOCAL = {0: (2.9073738904096262, 4.348790123214846), 1: (2.6601569143692747, 4.6
 
 
 def golden() -> Experiment:
-    """Compare the SVMs of the reference instances with the known ½‖p‖², ‖W‖_F, ‖W‖_* and rank; tolerance 1e-6."""
+    """Compare the SVM solutions of reference instances with the known ½‖p‖², ‖W‖_F, ‖W‖_* and rank, to within 1e-6."""
     problems, rows, labels = instances(), dict[str, Figure](), {**NORMS, "half_square": "½‖p‖²", "rank": "rank"}
     for name, (problem, known) in problems.items():
         norm = attsvm.solve(problem).norm
@@ -433,9 +433,9 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
     "(the published solver gives 5 to 8)",
 )
 def rank(s: ExperimentSettings, progress: Progress) -> Experiment:
-    """Compute the rank (singular values above 1e-5·σ₁) of the two SVMs that select the best tokens, for each d.
+    """Compute the rank (singular values above 1e-5·σ₁) of two SVM solutions that select the best tokens, for each d.
 
-    One SVM minimises the nuclear norm, the other the Frobenius norm.
+    One minimises the nuclear norm, the other the Frobenius norm.
     """
     svms: dict[str, Solver] = {"nuclear": partial(attsvm.solve_nuclear, tolerance=TIGHT), "frobenius": attsvm.solve}
     ranks: dict[tuple[int, str], Float[Tensor, " trials"]] = {}  # NaN in a trial without a solution

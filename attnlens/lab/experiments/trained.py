@@ -1,4 +1,4 @@
-"""Experiments on `demo` and models of equal size: singular-value decay by depth and training, kernel-SVD identities."""
+"""Experiments on `demo` and models of its size: singular-value decay by depth and training, kernel-SVD identities."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def fit(
     seed: int,
     progress: Callable[[], object],
 ) -> None:
-    """Train a model in place on the loss in nats, plus η·ΣJ² if a layer is primal; equal seeds give equal batches."""
+    """Train a model in place on its loss in nats, plus η·ΣJ² if a layer is primal; equal seeds draw equal batches."""
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.1)
     regularised = any(isinstance(part, primal.PrimalHeads) for part in model.modules())
@@ -84,7 +84,7 @@ def fit(
 
 
 def measure_loss(model: PreTrainedModel, windows: Int[Tensor, "windows tokens"]) -> Float[Tensor, ""]:
-    """Compute the mean negative log likelihood of all tokens but the first of each window, in nats."""
+    """Compute the mean negative log-likelihood, in nats, of all tokens except each window's first."""
     logits = model(windows, use_cache=False).logits[:, :-1]
     return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
@@ -196,12 +196,12 @@ def record_calls(model: PreTrainedModel, ids: Int[Tensor, "sequences tokens"]) -
 
 
 def attention_curve(query_key: QueryKey) -> Float[Tensor, "sequences heads steps"]:
-    """Compute the curve (σ₁ + … + σₖ)/Σσ of the attention matrix P over k (Chen et al. 2023, Figure 1)."""
+    """Compute (σ₁ + … + σₖ)/Σσ of the attention matrix P as a function of k (Chen et al. 2023, Figure 1)."""
     return linalg.cumulative(linalg.attention_singular_values(query_key))
 
 
 def cosine_curve(call: Call, *, averaged: bool = False) -> Float[Tensor, "sequences heads steps"]:
-    """Compute the curve (σ₁ + … + σₖ)/Σσ of the matrix cos(q_i, k_j) over k.
+    """Compute (σ₁ + … + σₖ)/Σσ of the matrix cos(q_i, k_j) as a function of k.
 
     If `averaged`, q and k are replaced by their running means, as in causal Primal-Attention.
     """
@@ -216,7 +216,7 @@ THIRDS = ("first", "middle", "last")  # thirds of the layers, as equal as possib
 
 
 def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
-    """Compute σ₁/Σσ of attention and of the cosine kernel in each third of `demo`'s layers, averaged over heads."""
+    """Compute σ₁/Σσ of attention and of the cosine kernel, averaged over heads in each third of `demo`'s layers."""
     loaded, windows = demo(), FEW if quick else WINDOWS
     spectra = by_third(loaded.model, sample(loaded, DEPTH_TOKENS, windows))
     progress("decay by depth", 1, 1)
@@ -246,7 +246,7 @@ def depth_decay(quick: bool = False, progress: Progress = silent) -> Experiment:
 def by_third(
     model: PreTrainedModel, ids: Int[Tensor, "windows tokens"]
 ) -> dict[str, list[Float[Tensor, "windows heads steps"]]]:
-    """Compute each head's curves of the matrices P (`attention`) and cos(q_i, k_j) (`cosine`), by thirds of layers."""
+    """Compute each head's `attention_curve` and `cosine_curve`, keyed by matrix, for each third of the layers."""
     layers = record_calls(model, ids)
     spectra = {
         "attention": [attention_curve(query_key) for _, query_key in layers],
@@ -296,7 +296,7 @@ def ksvd_identities(seed: int = 0, progress: Progress = silent) -> Experiment:
 
 
 def build_cases(seed: int) -> Iterator[Case]:
-    """Yield cosine, random and Gaussian features (n ≠ m for Gaussian), each with F = I and with F = rows of Φ_k."""
+    """Yield cosine, random and Gaussian features (for Gaussian, n ≠ m), each with F = I and with rows of Φ_k as F."""
     loaded = demo()
     _, query_key = record_calls(loaded.model, sample(loaded, HEAD_TOKENS, 1))[LAYER]
     sides = query_key.query[0, HEAD], query_key.paired_key[0, HEAD]
@@ -333,7 +333,7 @@ def measure_errors(case: Case, seed: int) -> dict[str, float]:
 
 
 def _objective(case: Case, solution: ksvd.Dual) -> float:
-    """Compute |J| at the primal weights of a dual solution; J has the unit of K."""
+    """Compute |J|, in the unit of K, at the primal weights of a dual solution."""
     weights = ksvd.primal(solution, *case)
     e, r = weights.e_scores(case.queries), weights.r_scores(case.keys)
     return float(ksvd.objective(e, r, weights.query_weight, weights.key_weight, weights.multipliers).abs())

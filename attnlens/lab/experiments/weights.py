@@ -38,7 +38,7 @@ DIRECTIONS: dict[str, tuple[str, dict[int, float]]] = {
     "W_mm": ("W_mm", {4: 0.07, 6: 0.043, 8: 0.015, 10: 0.0087}),
     "single_token": ("single token", {}),
 }
-"""Display name of each direction, and the published mean of 1 − correlation of W with this direction, by d."""
+"""Display name of each direction and, for each d, the published mean of 1 − (correlation of W with the direction)."""
 FLOOR = 2.2e-16  # added to ‖∇‖ as in the published code: training then stops once the gradient vanishes
 READING = 0.3  # relative error of values read off a logarithmic axis; the tolerance adds three standard errors
 
@@ -54,7 +54,7 @@ def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     """Compare the trained W with three directions: W_fin + R·W_mm, W_mm, and the single-token SVM.
 
     The figures are the means of 1 − correlation over accepted instances, for each d. W_mm is the SVM that separates
-    kept from dropped tokens, W_fin fits the ratios of the kept tokens' weights, and R is the least-squares factor. An
+    kept from dropped tokens, W_fin fits the ratios of the kept tokens' weights, and R is fitted by least squares. An
     instance is accepted if it has a label −1, no weight in (GONE, KEPT], a weight ≤ GONE, and solvable SVMs.
     """
     rows, shares = dict[str, Figure](), dict[str, JsonValue]()
@@ -81,7 +81,7 @@ def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
     }
     return Experiment(
         name="multi-token",
-        question="If several tokens keep attention weight, does descent converge to W_fin + R·W_mm of the SVM?",
+        question="If several tokens keep attention weight, does descent converge to the direction of W_fin + R·W_mm?",
         settings={"gone": GONE, "kept": KEPT, "floor": FLOOR, "hidden_units": "d", **shares},
         axis="d",
         curves=curves,
@@ -90,7 +90,7 @@ def multi_token(s: ExperimentSettings, progress: Progress) -> Experiment:
 
 
 def _compare_directions(instances: Instances, descent: Descent, trial: int) -> list[float] | None:
-    """Compute 1 − correlation of the trained W with DIRECTIONS; None if an SVM or W_fin has no solution."""
+    """Compute 1 − (correlation of the trained W with each of DIRECTIONS); None if an SVM or W_fin has no solution."""
     tokens, queries, W = instances.tokens[trial], instances.queries[trial], descent.W[-1, trial]
     weights = descent.log_weights[trial].exp()
     several = attsvm.solve(attsvm.selection_sets(tokens, queries, weights > KEPT)).W
@@ -114,7 +114,7 @@ SAME = 1e-9  # tokens closer than this outside the cyclic subspace share a graph
 
 
 class Corpus(NamedTuple):
-    """Sequences as features φ_t = vec(x_t zᵀ) (z: last token), split into parts outside and in the cyclic subspace."""
+    """Sequences as features φ_t = vec(x_t zᵀ), z the last token, with parts outside and inside the cyclic subspace."""
 
     features: Float[Tensor, "n T twice"]  # both parts, concatenated: outside, inside
     reads: Float[Tensor, "n T"]  # e_yᵀ x_t: 1 for tokens equal to the label, 0 for others
@@ -133,8 +133,8 @@ def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
 
     There are d tokens with orthonormal embeddings and n sequences of T tokens that contain their label y. The output is
     f = e_yᵀ Xᵀ softmax(X W z), where z is the last token, and the loss −log f is convex. The cyclic subspace is spanned
-    by (x_s − x_t) zᵀ, for tokens s and t of one cycle of the graph. Outside this subspace, a step has length lr.
-    Inside, where W stays finite, a step is minus the gradient. W_fin is the limit of descent if attention is restricted
+    by (x_s − x_t) zᵀ, for tokens s and t in a common cycle of the graph. Steps have length lr outside this subspace;
+    inside, where W stays finite, a step is minus the gradient. W_fin is the limit of descent if attention is restricted
     to the label's component of the graph.
     """
     acyclic, _, steps, at_end = _run_trials(s, False, progress)
@@ -165,9 +165,9 @@ def next_token(s: ExperimentSettings, progress: Progress) -> Experiment:
 def _run_trials(s: ExperimentSettings, cyclic: bool, progress: Progress) -> tuple[Tensor, Tensor, list[int], Tensor]:
     """Run all trials of `next_token`, with cyclic or acyclic graphs.
 
-    Return the correlation of W outside the cyclic subspace with the graph SVM, and the distance of the finite part from
-    its limit, both (steps, trials); the steps; and each trial's smallest final attention weight on the graph component
-    of a label.
+    Return the correlation of W outside the cyclic subspace with the graph SVM, and the distance of W inside the
+    subspace from its limit, both (steps, trials); the steps; and each trial's smallest final sum of attention weights
+    on the graph component of a label.
     """
     corpora = [corpus(s.n, s.T, s.d[0], s.seed + trial, cyclic) for trial in range(s.trials)]
     features, reads, inside, W = (torch.stack(column) for column in zip(*corpora, strict=True))

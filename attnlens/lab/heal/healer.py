@@ -1,4 +1,4 @@
-"""The trainable parameters of a swapped model, and the distance of its predictions from their target."""
+"""The trainable parameters of a swapped model, and the distances that healing minimises."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from attnlens.runs.swap.sites import SwapSetup
 def trainable(
     model: PreTrainedModel, sites: tuple[Site, ...], swaps: hooks.Swaps, inputs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return masks of weights with ≥ 2 axes, by name: 1 for entries that affect only queries or keys of swapped heads.
+    """Return masks of weight matrices by name: 1 for entries that affect only queries or keys of swapped heads.
 
     Weights without such entries are omitted. The effects of an entry are found from gradients, so any layout is
     supported (fused, interleaved, shared by heads or sites).
@@ -86,7 +86,7 @@ def _gradients(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[st
 
 @dataclass
 class Trained:
-    """A trainable weight or kernel parameter: an initial value plus a change, in float32 to keep small steps."""
+    """A trainable weight or kernel parameter: an initial value plus a change, which is float32 to keep small steps."""
 
     start: Tensor  # initial value
     change: Tensor  # added to the initial value; a float32 leaf
@@ -145,7 +145,7 @@ class Healer(SwapSetup):
     interrupted: bool = False  # True if the user ended the healing early
 
     def prepare(self, batch: texts.Batch) -> None:
-        """Create the changes of trainable weights and kernel parameters, initially 0.
+        """Create the changes to trainable weights and kernel parameters, initially 0.
 
         Raises ModelError if no weight is trainable, or if checkpointing is requested and no block can be recomputed.
         """
@@ -202,7 +202,7 @@ class Healer(SwapSetup):
         return swaps
 
     def descend(self, inputs: Mapping[str, Tensor], targets: Tensor | None, weight: float) -> None:
-        """Add the gradient of `weight` · (loss + `penalty`) to the leaves (Chen et al. 2023, 3.3).
+        """Add the gradient of `weight` · (loss + `penalty`) to the leaves (Chen et al. 2023, section 3.3).
 
         The loss is the mean of the losses of `run_student`.
         """
@@ -212,7 +212,7 @@ class Healer(SwapSetup):
             loss.backward()  # type: ignore[no-untyped-call]
 
     def by_sequence(self, inputs: Mapping[str, Tensor], targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the mean distance and the number of compared tokens of each sequence that has compared tokens."""
+        """Return each sequence's mean loss and number of compared tokens; omit sequences without compared tokens."""
         with torch.no_grad(), self.run_student(inputs, targets, []) as (losses, owners):
             return average_by_sequence(losses, owners, texts.sequences_in(inputs))
 
@@ -240,8 +240,8 @@ class Healer(SwapSetup):
         """Run the swapped model (the student); yield the loss at each compared token, and the token's sequence index.
 
         The loss is KL(original ‖ swapped) in nats, 1 − cosine of the states of headless models or, for the goal `text`,
-        the cross-entropy of `targets`. The J² of primal layers are appended to `penalties`. The student stays in place
-        inside the `with` block, because the backward pass can recompute modules.
+        the cross-entropy of `targets`. The J² of primal layers are appended to `penalties`. The backward pass must run
+        inside the `with` block, where the student stays in place, because modules can be recomputed.
         """
         model, options = self.loaded.model, output_options(self.task)
         text, original = targets if self.options.learn == "text" else None, None
@@ -267,7 +267,7 @@ class Healer(SwapSetup):
         return states_of(result) if self.task == "hidden" else logits_of(result)
 
     def _compare(self, original: Tensor, new: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return, for each token except padding, the distance of `new` from `original` and the sequence index."""
+        """Return the distance of `new` from `original` at each real token, and the index of the token's sequence."""
         owners = sequence_index(original, inputs)
         if owners is None:  # attribute all to the first sequence
             owners = torch.zeros(original[..., 0].numel(), dtype=torch.long)
@@ -280,12 +280,12 @@ class Healer(SwapSetup):
         return losses.flatten(), owners
 
     def values(self) -> dict[str, Tensor]:
-        """Return the current values of the trained weights by name, detached from the graph."""
+        """Return the current values of the trained weights, keyed by name and detached from the graph."""
         return {name: part.value.detach() for name, part in self.weights.items()}
 
 
 def _step_sizes(kernel: Kernel, convention: Convention, name: str) -> Tensor | None:
-    """Return the factor of the optimiser's step in each column of a map; None if all are 1.
+    """Return the factor that scales the optimiser's step in each column of the map `name`; None if all are 1.
 
     For A and B of kernel `rank`, the factor is the column's length divided by the root mean square of all lengths, so
     that all columns turn by equal angles. For primal's maps, the factor is √σ, at most 1, because the curvature of J in
@@ -303,7 +303,7 @@ def _step_sizes(kernel: Kernel, convention: Convention, name: str) -> Tensor | N
 
 @contextmanager
 def _apply_checkpointing(blocks: list[nn.Module]) -> Iterator[None]:
-    """Context manager: apply gradient checkpointing (Chen et al. 2016) to these modules."""
+    """Context manager: apply gradient checkpointing (Chen et al. 2016) to `blocks`."""
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     try:
@@ -337,7 +337,7 @@ def transfer(healer: Healer, inputs: Mapping[str, Tensor], weight: float = 1.0) 
 def transfer_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
     """Return Σ_sites ‖new − original‖² / ‖original‖² of each sequence, without gradients or regulariser.
 
-    Sites whose number of rows differs from that of the first site are left out.
+    Sites that split the sequences into a different number of rows than the first site does are left out.
     """
     with torch.no_grad():
         errors = [error for by_site, _ in _site_errors(healer, inputs) for error in by_site]
@@ -347,11 +347,11 @@ def transfer_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 class _AllModulesRan(Exception):  # noqa: N818
-    """Signal that ends a forward pass early."""
+    """Exception that ends a forward pass early."""
 
 
 def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield for each module the relative squared errors of the sequences, one tensor per site, and the J² values."""
+    """Yield for each module each site's relative squared errors, one per sequence, and the J² values of its sites."""
     model, sites, swaps = healer.loaded.model, healer.sites, healer.healed_swaps()
     paths = {model.get_submodule(site.path): site.path for site in swaps}
     calls = list[tuple[nn.Module, tuple[object, ...], dict[str, object]]]()  # modules and their arguments
@@ -387,14 +387,14 @@ def _site_errors(healer: Healer, inputs: Mapping[str, Tensor]) -> Iterator[tuple
 
 @dataclass(frozen=True)
 class Distances:
-    """Distances between the predictions on several sequences and their training target."""
+    """The distance that training minimises, on each of several sequences."""
 
     each: Tensor  # mean distance over the compared tokens of each sequence, float64
     counts: Tensor  # number of tokens compared in each sequence; 1 in the stage `transfer`
 
     @property
     def mean(self) -> float:
-        """Mean over all tokens; ∞ if a distance is not finite, and 0 if rounding makes the mean negative."""
+        """Mean over all compared tokens; ∞ if a distance is not finite, and 0 if rounding makes the mean negative."""
         if not self.finite:
             return math.inf
         return max(0.0, float((self.each * self.counts).sum() / self.counts.sum()))
@@ -405,9 +405,9 @@ class Distances:
         return math.isfinite(float(self.each.sum()))
 
     def falls_from(self, before: Distances) -> bool:
-        """Return True if the 95 % interval of the mean difference from `before` (few pairs: the mean) is below 0.
+        """Return True if the distances are significantly smaller than `before` (for few sequences: smaller on average).
 
-        If `self` or `before` is not finite, return True if `self` is finite.
+        If `self` or `before` is not finite, return whether `self` is finite.
         """
         if not (self.finite and before.finite):
             return self.finite
@@ -416,7 +416,7 @@ class Distances:
 
 
 def measure_distances(healer: Healer, fed: Sequence[Fed], stage: HealingStage = "whole") -> Distances:
-    """Measure, for each sequence of these batches, the distance that the stage minimises, without the regulariser."""
+    """Measure the distance that `stage` minimises, without the regulariser, on each sequence of `fed`."""
     if stage == "transfer":
         errors = torch.cat([transfer_errors(healer, batch.inputs) for batch in fed])
         return Distances(errors, torch.ones_like(errors))
@@ -430,7 +430,7 @@ LONGEST = 1.0  # maximum gradient norm, for clipping
 
 
 def set_values(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy these values into the leaves."""
+    """Copy `values` into `leaves`."""
     with torch.no_grad():
         for leaf, value in zip(leaves, values, strict=True):
             leaf.copy_(value)
@@ -444,7 +444,7 @@ def adamw(leaves: Sequence[Tensor], rate: float) -> torch.optim.AdamW:
 def descend(
     healer: Healer, optimiser: torch.optim.Optimizer, parts: Sequence[Fed], stage: HealingStage, rate: float
 ) -> None:
-    """Make one optimiser step on the mean loss over all tokens of `parts`, after clipping the gradient."""
+    """Take one optimiser step at `rate` on the mean loss over all tokens of `parts`, with a clipped gradient."""
     optimiser.param_groups[0]["lr"] = rate
     optimiser.zero_grad()
     counts = [tokens_in(part) for part in parts]
@@ -471,9 +471,9 @@ ENOUGH = 0.9  # share of the best gain that suffices for a larger rate, which ga
 def choose_rate(
     healer: Healer, stage: HealingStage, steps: Sequence[Sequence[Fed]], held_out: Sequence[Fed]
 ) -> tuple[float, list[HealingRate]]:
-    """Return the largest rate whose gain is at least ENOUGH of the best (0: no rate gains), and all tried rates.
+    """Return the largest rate whose gain is at least ENOUGH of the best gain (0: no gain), and all tried rates.
 
-    The gain of a rate is the decrease of the distance on `held_out` due to training on `steps`.
+    The gain of a rate is the decrease in the distance on `held_out` after training on `steps`.
     """
     before = [leaf.detach().clone() for leaf in healer.leaves]
     start = measure_distances(healer, held_out, stage).mean

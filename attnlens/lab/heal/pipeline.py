@@ -1,4 +1,4 @@
-"""Swap a kernel, train the swapped heads per site and then end to end, and measure the model before and after."""
+"""Swap a kernel, train the swapped heads site by site and then end to end, and measure the model before and after."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ LEAST_SEQUENCES, MOST_SEQUENCES = 512, 16384  # minimum and maximum number of ca
 SHARE, MOST, PER_HELD_OUT = 0.125, 4, 40  # held-out batches: share of all, maximum, training batches per held-out batch
 STAGES: tuple[HealingStage, ...] = ("transfer", "whole")  # stages, in the order of training
 TRANSFER: dict[HealingGoal, float] = {"teacher": 0.9, "text": 0.25}
-"""Maximum share of the work that is attention transfer, by goal (tuned on `demo`). Per token, transfer gains more than
+"""Maximum share of the work spent on attention transfer, by goal (tuned on `demo`). Per token, transfer gains more than
 end-to-end training, but transfer cannot learn a new text."""
 WARM_UP = 20  # warm-up steps of the learning rate, at most a tenth of the stage's steps
 LOWEST = 0.02  # share of the learning rate at the end of the cosine decay
@@ -68,8 +68,8 @@ STATE = (
 CHECKS, FEW, MOST_CHECKS = 10, 5, 100  # held-out checks: default, minimum for few steps, maximum for many
 NEAR, APART = 4, 50  # approximate minimum and maximum number of steps between two checks
 PATIENCE, FEWEST = 0.3, 3
-"""A stage ends once its distance is not significantly below the distance at an earlier check, which is at least FEWEST
-checks and a share PATIENCE of the stage's work ago."""
+"""A stage ends once its distance is not significantly below the distance at an earlier check, which must lie back at
+least FEWEST checks and the share PATIENCE of the stage's work."""
 STEPS_WANTED = 400  # number of steps to aim at if the amount is in tokens; on `demo`, 800 gain little more than 400
 DRAWN = (0.0, 0.05, 0.15, 0.35, 0.65, 1.0)  # shares of the work at which the figure shows the evaluation loss
 ROUNDING = 1e-9  # tolerance of comparisons of shares of the work
@@ -107,7 +107,7 @@ def heal_work(
 
 
 def count_sequences(amount: Amount, tokens: int) -> int:
-    """Return the number of calibration sequences of `tokens` tokens that the training needs, within bounds."""
+    """Return how many calibration sequences of `tokens` tokens the training needs, within bounds."""
     trained = {"steps": 0.0, "tokens": amount.number / max(1, tokens), "seconds": math.inf}[amount.unit]
     return int(min(MOST_SEQUENCES, max(LEAST_SEQUENCES, trained)))
 
@@ -193,7 +193,7 @@ def run_training(
 ) -> Healing:
     """Train for the requested amount, stage by stage; keep the parameters with the smallest held-out distance.
 
-    A stage restarts with smaller steps until a check improves on the stage's start, and ends once checks no longer
+    A stage restarts at a lower rate until a check improves on the stage's start, and ends once checks no longer
     improve significantly. `evaluate` returns the loss on the evaluation text. With `state`, each check stores the
     training state, from which a killed run resumes. After the first checked step, Ctrl-C ends the training early.
     """
@@ -223,7 +223,7 @@ def run_training(
 def split(healer: Healer, batches: texts.Batches) -> tuple[list[Fed], list[Fed]]:
     """Return training batches, and held-out batches spread over the texts; raise TextError for a single batch."""
     if len(batches) < 2:
-        needed = "two batches of calibration text: one to train on, one to choose the best step"
+        needed = "two batches of calibration text: one to train on, and one to choose the best step"
         remedy = "Give a longer text with --calibration, or a smaller --batch-size."
         raise TextError(f"Healing needs at least {needed}.", remedy)
     if healer.options.learn == "text":
@@ -255,7 +255,7 @@ def cut_parts(fed: Sequence[Fed], size: int | None) -> tuple[list[Fed], int]:
 
 @dataclass
 class Descent:
-    """Training of a Healer, with learning-rate schedule, held-out checks and records."""
+    """Training of a Healer: learning-rate schedule, held-out checks and records."""
 
     healer: Healer
     train: Sequence[Fed]  # parts of the training text, each run as one batch
@@ -283,7 +283,7 @@ class Descent:
     reported: int = 0  # amount reported to `progress` so far
 
     def __post_init__(self) -> None:
-        """Create the optimiser, and estimate the share of the work per step (0 if the amount is a time)."""
+        """Create the optimiser, and estimate the share of the work that one step does (0 if the amount is a time)."""
         self.start, self.amount = time.monotonic(), self.healer.options.train
         self.generator = torch.Generator().manual_seed(self.healer.seed)  # draws the order of the batches
         self.optimiser = adamw(self.healer.leaves, self.rate)
@@ -308,7 +308,7 @@ class Descent:
 
     @property
     def end(self) -> float:
-        """Latest end of the stage, as a share of the total work."""
+        """Share of the total work at which the stage ends at the latest."""
         return TRANSFER[self.healer.options.learn] if self.stage == "transfer" else 1.0
 
     @property
@@ -319,7 +319,7 @@ class Descent:
         return self.share + self.one_step > self.end + ROUNDING or self.share >= self.end
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore a state saved by `_store_state`."""
+        """Resume from a state saved by `_store_state`."""
         for name, value in saved["fields"].items():
             setattr(self, name, value)
         self.spent, self.resumed = saved["seconds"], True
@@ -436,7 +436,7 @@ class Descent:
         return distances
 
     def _is_due(self) -> bool:
-        """Return True if the middle of another equal part of the work was passed since the last check."""
+        """Return True if the work, cut into equal parts, has passed the middle of a part since the last check."""
         planned = self.planned if self.one_step else self.amount.number
         checks = max(FEW, min(CHECKS, int(planned // NEAR)), min(MOST_CHECKS, int(planned // APART)))
         now, last = (int(share * checks + 0.5 + ROUNDING) for share in (self.share, self.history[-1][0]))
@@ -483,9 +483,9 @@ class Descent:
 
 
 def shape(step: int, share: float, steps: float) -> float:
-    """Return the factor of the learning rate at this step of a stage of `steps` steps.
+    """Return the factor of the learning rate at step `step` of a stage of `steps` steps.
 
-    The factor is a linear warm-up times a cosine that falls from 1 to LOWEST while `share` rises from 0 to 1.
+    The factor is a linear warm-up times a cosine that falls from 1 to LOWEST as `share` rises from 0 to 1.
     """
     warm = min(WARM_UP, max(1, steps // 10))
     fall = (1 + math.cos(math.pi * min(1.0, max(0.0, share)))) / 2

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def list_forms(loaded: Loaded, swaps: hooks.Swaps) -> list[Kernel]:
-    """Return the forms of latents to compare: one latent per key head or site, for keys after or before the rotation.
+    """Return the forms of latents to compare: one latent per key head or per site, of keys after or before rotation.
 
     Forms for keys before the rotation are included only if the rotation of every site can be inverted.
     """
@@ -52,7 +52,7 @@ def form_name(form: Kernel) -> str:
 
 
 def with_parameters(kernel: Kernel, **parameters: float) -> Kernel:
-    """Return a copy of the kernel with these parameters changed."""
+    """Return a copy of the kernel with the given parameters changed."""
     return replace(kernel, parameters={**kernel.parameters, **parameters})
 
 
@@ -86,7 +86,7 @@ class Basis:
 
 
 def mean_rank(bases: Mapping[Site, Basis], ranks: Mapping[Site, Sequence[int]]) -> float:
-    """Return the rank per key head, averaged over query heads; `ranks` are the ranks of each site's latents."""
+    """Return the rank per key head, averaged over query heads; `ranks` lists the ranks of each site's latents."""
     pairs = [
         (rank / len(group), len(basis.heads_of(latent)))
         for site, basis in bases.items()
@@ -164,10 +164,10 @@ def sensitivities(
     """Estimate the rise in the loss, in nats per prediction, from cutting one latent at a time to each smaller rank.
 
     The output of query i changes by δo_i, computed through the softmax, and the loss changes by ⟨g_i, δo_i⟩, where g_i
-    is ∂loss/∂o_i. If targets are sampled from the model's own predictions, this change has mean 0, and its second
-    moment is the Fisher information (Martens 2020, Eq. 7). If queries and heads are taken as independent, the rise is ½
-    Σ_i ⟨g_i, δo_i⟩², divided by the number of predictions. Ranks beyond a latent's full rank get ∞. Gradients with
-    respect to logits are not used, because they vanish in saturated heads.
+    is ∂loss/∂o_i. If targets are sampled from the model's own predictions, this change has mean 0, and the expected
+    rise is half its second moment (Fisher information; Martens 2020, Eq. 7). If queries and heads are treated as
+    independent, that is ½ Σ_i ⟨g_i, δo_i⟩², divided by the number of predictions. Ranks beyond a latent's full rank
+    get ∞. Gradients with respect to logits are not used, because they vanish in saturated heads.
     """
     totals = {site: torch.zeros(len(basis.sizes), max(basis.sizes) + 1) for site, basis in bases.items()}
     generator, count, kernel = torch.Generator().manual_seed(setup.seed), 0, parsed("rank:65536")  # `maps` cuts ranks
@@ -183,7 +183,7 @@ def sensitivities(
 
 
 def levels(size: int) -> list[int]:
-    """Return the ranks at which the loss is estimated, from 0 to the full rank `size`."""
+    """Return the ranks at which the rise in the loss is estimated, from 0 to the full rank `size`."""
     return [*range(0, size, -(-size // LEVELS)), size]
 
 
@@ -210,7 +210,7 @@ def _sum_squares(
 
 
 def _interpolate(costs: Float[Tensor, "latents ranks"], sizes: Sequence[int]) -> Float[Tensor, "latents ranks"]:
-    """Interpolate `costs` linearly between `levels`, with ∞ beyond a latent's full rank; change and return `costs`."""
+    """Interpolate `costs` linearly between `levels`, in place, with ∞ beyond a latent's full rank; return `costs`."""
     for row, size in zip(costs, sizes, strict=True):
         row[size + 1 :] = torch.inf
         for low, high in pairwise(levels(size)):

@@ -35,7 +35,7 @@ from attnlens.runs.swap.pipeline import Model, SwapWork, check_work, prepare
 @public
 @takes(RanksRequest)
 def find_ranks(model: Model = "demo", *, progress: Progress = silent, request: RanksRequest) -> Report:
-    """Find the smallest rank of each key head within a loss budget, or use a plan's ranks; measure the changed model.
+    """Find the smallest rank of each key head within a loss budget, or use a plan's ranks; measure the resulting model.
 
     The report's `plan` contains the ranks, the savings and the estimated rise in the loss. If `model` is a name,
     finished work is stored, and a repeated call resumes from this work. Raises UsageError, ModelError, TextError,
@@ -49,7 +49,7 @@ def rank_work(
 ) -> SwapWork:
     """Check the options, load the model, and prepare the work of `find_ranks` without starting it.
 
-    `chosen` is called with the plan as soon as the ranks are chosen.
+    `chosen` is called with the plan as soon as a search has chosen the ranks.
     """
     check_work(model, request)
     kernels, plan, request = rank_kernels(request)
@@ -117,7 +117,7 @@ class RankSearch:
         return self.choice.swaps
 
     def record(self, run: KernelRun) -> Plan:
-        """Build the plan with the chosen ranks, the savings, and the rise on the evaluated text at each stage."""
+        """Build the plan: the chosen ranks, the savings, and each stage's rise in the loss on the evaluated text."""
         choice, session, budget = self.choice, run.session, self.budget
         assert choice is not None  # noqa: S101  # `choose` ran before
         settings = session.settings.model_copy(update={"notes": [*session.settings.notes, *run.notes]})
@@ -165,7 +165,7 @@ class RankSearch:
 
 @dataclass(frozen=True)
 class SiteSizes:
-    """Sizes of one site's queries and keys. A map folds into a weight if their product can replace the weight."""
+    """Sizes of one site's queries and keys. A map folds into a weight if the product of both can replace the weight."""
 
     query_width: int  # d_model: size of the vectors from which W_Q computes queries
     key_width: int  # size of the vectors from which W_K computes keys
@@ -204,7 +204,7 @@ class Costs:
 
 
 def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
-    """Compute the costs of one latent's key heads and their query heads; full rank costs as much as the original.
+    """Compute the costs of one latent's key heads and their query heads; at full rank, those of the original.
 
     An m × n matrix takes 2mn operations, and a score takes 2 per entry of the key. A cached token stores the latent and
     its values. If the maps A of queries and B of keys fold into W_Q and W_K, keys need W_K B (d_model × r) per latent
@@ -216,7 +216,7 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
     rank, whole, head_dim, heads = latent.rank, latent.keys * size.head_dim, size.head_dim, latent.heads
 
     def count(query: int, key: int, score: int, query_map: int = 0, key_map: int = 0, offset: int = 0) -> Costs:
-        """Compute costs from columns of W_Q (per head) and W_K, multiplications per score, and entries of the maps."""
+        """Compute costs from columns of W_Q (per head) and W_K, products per score, and entries of maps and offset."""
         made = heads * (size.query_width * query + query_map) + size.keys_per_query * (size.key_width * key + key_map)
         parameters = heads * (size.query_width + size.query_bias) * query + latent.keys * query_map
         return Costs(
@@ -242,15 +242,15 @@ def costs(size: SiteSizes, latent: LatentSizes) -> Costs:
 
 NO_CACHE = "the self-attention of the decoder is not swapped; caches of other attention are not counted"
 UNMEASURED = "the ranks were chosen, but not yet measured on the evaluation text"
-NEVER = "operations do not fall, regardless of the number of keys per query"
+NEVER = "the number of operations does not fall, however many keys a query sees"
 PARTS_OF = ("fitted_on", "chosen_on", "promised_on")  # fields of a Plan that list the parts of the calibration text
 SHARED = "one module computes several sites, whose ranks differ"
 COSTS = {"parameters": "parameters", "flops_per_token": "flops", "cache_bytes_per_token": "cache"}
-"""Field of a Plan → field of Costs."""
+"""Maps fields of a Plan to fields of Costs."""
 
 
 def sizes(loaded: loading.Loaded, sites: Sequence[Site], inputs: Mapping[str, Tensor]) -> dict[Site, SiteSizes | str]:
-    """Return the sizes of each site at the length of `inputs`, or the reason why they are unknown."""
+    """Return the sizes of each site for sequences as long as `inputs`, or the reason why they are unknown."""
     calls = {each.site: each.call for each in hooks.survey(loaded.model, inputs)}
     layers, surveyed = {site.layer for site in sites}, []
     for length in (1, 2):

@@ -102,7 +102,7 @@ def cut_samples(
 
 
 def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batches, intervals: Intervals | None) -> None:
-    """Raise TextError if a text has too few windows, UsageError if there are too few texts for intervals over texts."""
+    """Raise TextError if a text has too few windows, and UsageError for intervals over too few texts."""
     available = {text.name: (text.available or 0) - len(evaluated.taken.get(text.sha256, ())) for text in first.texts}
     for content in contents:
         if (free := available.get(content.name, 0)) < PARTS * LEAST:
@@ -117,7 +117,7 @@ def _check_amount(contents: Sequence[Content], first: Batches, evaluated: Batche
 
 
 def split_by_text(fed: Sequence[Fed], part: Sample) -> list[tuple[str, Fed]]:
-    """Split the batches of a part by text; return (text name, batch) pairs."""
+    """Split the batches of a part wherever the text changes; return (text name, batch) pairs."""
     pairs, start = [], 0
     for batch in fed:
         names = part.batches.parts[start : start + texts.sequences_in(batch.inputs)]
@@ -145,7 +145,7 @@ class Losses(NamedTuple):
 
 
 def measure_losses(loaded: Loaded, batches: Sequence[Fed], task: Task, design: Design) -> Losses:
-    """Compute the current model's loss on each sequence that has predictions; `design` describes all sequences."""
+    """Compute the loss of the model as it now is, on each sequence with predictions; `design` covers all sequences."""
     by_batch, predicted = [], []
     for fed in batches:
         logits = run(loaded.model, fed, task).logits
@@ -281,7 +281,7 @@ class BudgetSearch(SwapSetup):
         return tried
 
     def use_form(self, fits: Forms, form: Kernel) -> None:
-        """Set the form of latents, its fit to all texts and, for several texts, its leave-one-text-out fits."""
+        """Adopt a form of latents, with its fit to all texts and, for several texts, its leave-one-text-out fits."""
         self.bases = fits[form.spelling][None]
         self.bases_without = {name: bases for name, bases in fits[form.spelling].items() if name is not None}
         self.swaps = {site: hooks.Replacement(form, swap.heads) for site, swap in self.swaps.items()}
@@ -330,7 +330,7 @@ class BudgetSearch(SwapSetup):
         return ranks
 
     def predict_rise(self, ranks: Sequence[int]) -> float:
-        """Return the rise predicted for these ranks: the sum of their sensitivities, in nats."""
+        """Return the rise in the loss predicted for `ranks`, in nats: the sum of their sensitivities."""
         return float(self.table.gather(1, torch.tensor(ranks)[:, None]).sum())
 
     def mean_rank(self, ranks: Sequence[int]) -> float:
@@ -345,7 +345,7 @@ class BudgetSearch(SwapSetup):
     def build_swaps(
         self, ranks: Mapping[Site, Sequence[int]], bases: Mapping[Site, Basis] | None = None
     ) -> hooks.Swaps:
-        """Build the swaps with these ranks; the kernel's `rank` is the largest rank per key head, rounded up."""
+        """Build the swaps with `ranks`; the kernel's `rank` becomes the largest rank per key head, rounded up."""
         bases = bases or self.bases  # default: fitted to all texts
         per_key = [
             -(-rank // len(group))
@@ -386,9 +386,9 @@ class Trial:
         return cls(search, part, fed, original)
 
     def rise(self, ranks: Sequence[int]) -> Rise | None:
-        """Measure the rise for these ranks; None if a loss is not finite.
+        """Measure the rise in the loss for `ranks`; None if a loss is not finite.
 
-        If there are several texts, each text is measured with maps fitted to the others.
+        If there are several texts, each is measured with maps fitted to the others.
         """
         search, means = self.search, []
         by_site = search.split_by_site(ranks)

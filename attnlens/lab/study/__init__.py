@@ -1,1 +1,1 @@
-"""Train small transformers with any kernel, to reproduce the papers' tables."""
+"""Train small transformers with different kernels, to reproduce the papers' tables."""

@@ -56,7 +56,7 @@ def build_table(
     cells: Sequence[studies.StudyCell],
     not_trained: Sequence[TaskForm] = (),
 ) -> studies.StudyTable:
-    """Build the record of a table with the paper's numbers; `not_trained` lists the task forms that have no data."""
+    """Build the record of a table, with the paper's numbers; `not_trained` lists the task forms that have no data."""
     uncorrected = [pair for task in tasks for pair in _compare_pairs(cells, task)]
     # Holm's correction covers all comparisons of the table
     corrected = holm([math.nan if pair.p is None else pair.p for pair in uncorrected])
@@ -148,9 +148,9 @@ def build_cell(
 
 
 def _compare_pairs(cells: Sequence[studies.StudyCell], task: StudyTask) -> Iterator[studies.StudyPair]:
-    """Yield all pairs of converged cells for each measure, with the p-value and the agreement with the paper's order.
+    """Yield for each measure all pairs of converged cells, with p-values and whether they agree with the paper's order.
 
-    Nothing is yielded for a single seed.
+    Yield nothing if there is a single seed.
     """
     converged = [cell for cell in cells if cell.task == task.name and cell.mean is not None]
     if len(converged) < 2 or len(converged[0].runs) < 2:
@@ -216,11 +216,11 @@ def train_cells(
     folder: Path | None,
     progress: Progress,
 ) -> list[studies.StudyCell]:
-    """Train every cell: choose form and learning rate by the validation loss of short runs, then run all seeds.
+    """Train every cell: choose form and learning rate by the validation loss of short runs, then train with all seeds.
 
-    In the first seed's run, heads are measured, and the model is saved at every evaluation if `folder` is given. `make`
-    builds the tasks again in worker processes. Raises ModelError if a run fails, OutputError if `folder` cannot be
-    written.
+    In the first seed's run, heads are measured and, if `folder` is given, the model is saved at every evaluation.
+    `make` builds the tasks again in worker processes. Raises ModelError if a run fails, and OutputError if `folder`
+    cannot be written.
     """
     tasks = list(dict.fromkeys(task for _, task in cells))
     digests = {task.name: hash_task(task) for task in tasks}
@@ -365,7 +365,7 @@ def _select_cells(names: Sequence[str], request: StudyRequest, forms: Set[str]) 
 
 
 def load_tasks(request: StudyRequest, forms: Set[TaskForm], scales: Mapping[TaskForm, Scale]) -> list[StudyTask]:
-    """Load the tasks of these forms from the user's files, the papers' data (scale `paper`) or built-in data."""
+    """Load the tasks of `forms` from the user's files, the papers' data (scale `paper`) or built-in data."""
     papers = request.scale == "paper"
     tasks: list[StudyTask] = []
     if request.series is not None:

@@ -1,4 +1,4 @@
-"""Batches of a task's examples, the built-in reversal task, and scores of models on a task."""
+"""Tasks and batches of their examples, the built-in reversal task, and scores of models on a task."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Cases(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StudyTask:
-    """Task with examples for training, in an order determined by a seed, and for evaluation."""
+    """Task with examples for training (in an order set by a seed), validation and test."""
 
     name: str  # names of its texts or files
     form: TaskForm
@@ -160,13 +160,13 @@ class Reversal(StudyTask):
         )
 
     def training(self, size: int, seed: int) -> Iterator[Examples]:
-        """Yield batches of new pairs endlessly."""
+        """Yield batches of newly drawn (source, target) pairs endlessly."""
         draws = torch.Generator().manual_seed(seed)
         while True:
             yield pair_sentences(*self._draw(size, draws))
 
     def _draw(self, count: int, draws: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
-        """Sample `count` random sources with their targets; letters and lengths are uniformly distributed."""
+        """Draw `count` random sources, with uniformly distributed letters and lengths; return sources and targets."""
         first = len(SPECIALS)
         sizes = torch.randint(LETTERS.start, LETTERS.stop, (count,), generator=draws).tolist()
         sources = [torch.randint(first, first + self.letters, (size,), generator=draws) for size in sizes]
@@ -228,7 +228,7 @@ def bleu_and_chrf(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
 
 
 def cross_entropy(logits: Float[Tensor, "*batch outputs"], targets: Int[Tensor, "*batch"]) -> Float[Tensor, ""]:
-    """Compute Σ −log p of the targets in nats, ignoring targets equal to NOTHING."""
+    """Compute Σ −log p over the targets, in nats, ignoring targets equal to NOTHING."""
     flat = logits.flatten(0, -2).float()
     return nn.functional.cross_entropy(flat, targets.flatten(), ignore_index=NOTHING, reduction="sum")
 

@@ -15,7 +15,7 @@ from attnlens.models.kernel_transformers import AttentionForm
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of model, data and training, the same for every cell of a task."""
+    """Sizes of model, data and training, which all cells of a task share."""
 
     layers: int  # layers per stack
     d_model: int  # width of the features
@@ -64,7 +64,7 @@ class PaperCell:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table of a paper to reproduce, with the question that it answers, its cells and its published measures."""
+    """A paper's table to reproduce: the question that it answers, its cells, and what its columns measure."""
 
     name: str  # name on the command line
     question: str
@@ -74,7 +74,7 @@ class PaperTable:
 
 
 def describe_features(form: AttentionForm, d: int) -> str:
-    """Format the number of features of Φ in k = ⟨Φ(q), Φ(k)⟩ on R^d: `64`, `∞`, or empty without Φ or if primal."""
+    """Format the number of features of Φ on R^d, for kernels ⟨Φ(q), Φ(k)⟩: `64`, `∞`, or empty (no Φ, or primal)."""
     name, _, parameter = form.kernel.partition(":")
     number = int(parameter) if parameter.isdigit() else 0
     features = {
@@ -91,11 +91,11 @@ TABLES = {
     table.name: table
     for table in TypeAdapter(list[PaperTable]).validate_json(Path(__file__).with_name("tables.json").read_bytes())
 }
-"""The papers' tables by their name on the command line.
+"""The papers' tables, keyed by name on the command line.
 
 `kernels`: As in Tsai et al., language models use a product with positions (Eq. 5) and values without positions;
 translation models use the direct sum (Eq. 4) and values with positions. `positions`: Values contain positions with the
 direct sum and, in language models, with the look-up table. `order`: Models without positions keep W_Q = W_K of Eq. 9,
 so that only the positions are removed. `primal`: The number of scores (at most head_dim) and η (0, or as in the
-published code) are searched.
+published code) are chosen by validation loss.
 """

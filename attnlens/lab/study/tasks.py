@@ -45,7 +45,7 @@ def read_whole(path: str | Path, remedy: str) -> tuple[str, str]:
         except (OSError, EOFError, zlib.error) as error:
             raise TextError(f"{path} can't be unpacked: {error}.", remedy) from None
     if b"\0" in content:
-        raise TextError(f"{path} is a binary file, not a text.", remedy)
+        raise TextError(f"{path} is a binary file, not a text file.", remedy)
     try:
         return content.decode("utf-8-sig"), digest
     except UnicodeDecodeError as error:
@@ -144,7 +144,7 @@ def load_default_text() -> tuple[str, str]:
 
 
 def split_text(text: str) -> dict[str, list[str]]:
-    """Split the whole text into blocks for each part; blocks end at ends of lines, unless a line is long."""
+    """Split a text into blocks for each part; blocks end at ends of lines, unless a line is long."""
     held_out_blocks = int(SHARE * len(text) / BLOCK_CHARACTERS)
     parts = blocks(len(text), stretches=min(max(held_out_blocks, 1), STRETCHES))
 
@@ -204,7 +204,7 @@ def translation(path: str | Path, scale: Scale) -> StudyTask:
 
 
 def _split_by_book(rows: Rows) -> dict[str, list[int]] | None:
-    """Split lines by book if every line names a verse and no part is empty; return None otherwise."""
+    """Return the line numbers of each part, split by book; None if a line names no verse or a part is empty."""
     parts: dict[str, list[int]] = {part: [] for part in PARTS}
     for number, row in enumerate(rows):
         match = VERSE.fullmatch(row[0]) if len(row) == 3 else None
@@ -324,7 +324,7 @@ SAY_DATASET = "Give the training and test files of one dataset."
 def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
     """Read a `.ts` file, in which `:` separates channels and the final label, and `,` separates numbers.
 
-    Return the header's values by lower-case word, the cases, and the SHA-256 of the file's bytes.
+    Return the header's values keyed by lower-case word, the cases, and the SHA-256 of the file's bytes.
     """
     text, digest = read_whole(path, REMEDY)
     header: dict[str, str] = {}
@@ -364,7 +364,7 @@ def read_series(path: str | Path) -> tuple[dict[str, str], Series, str]:
 def series(train: str | Path, test: str | Path) -> StudyTask:
     """Read a classification task from two `.ts` files of series, for training and for testing.
 
-    In the first file, every fifth case of each class is used for validation (of fewer than five, the last case). Each
+    In the first file, every fifth case of each class is used for validation (if there are fewer, the last case). Each
     channel is scaled to mean 0 and standard deviation 1 over the steps of the training part; a constant channel is only
     centred.
     """
@@ -409,7 +409,7 @@ LINES = 5_000  # lines per block; limits the length of the lists of ids
 
 
 def wikitext(scale: Scale) -> StudyTask:
-    """Load the language task WikiText-103 with its published split."""
+    """Load WikiText-103, with its published split, as a language task."""
     parts = {}
     for part, rows in _load_splits("--text", *WIKITEXT).items():
         lines = [line.rstrip("\n") + "\n" for line in rows["text"]]
@@ -418,7 +418,7 @@ def wikitext(scale: Scale) -> StudyTask:
 
 
 def iwslt(scale: Scale) -> StudyTask:
-    """Load the German-English translation task IWSLT'14 with its published split."""
+    """Load IWSLT'14 German-English, with its published split, as a translation task."""
     splits = _load_splits("--pairs", *IWSLT)
     parts = {part: [(row["de"], row["en"]) for row in rows["translation"]] for part, rows in splits.items()}
     files = _hash_parts(IWSLT, {part: chain.from_iterable(rows) for part, rows in parts.items()})

@@ -1,4 +1,4 @@
-"""Run units of work, each a resumable training run; save models and measure heads during training."""
+"""Resumable training runs, one per unit of work, with heads measured and models saved during training."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def train(
     state: Store | None = None,
     watch: Callable[[int], dict[str, float]] = lambda _step: {},
 ) -> RunOutcome:
-    """Minimise the task's loss plus η times the primal regulariser; keep the weights with the least validation loss.
+    """Minimise the task's loss plus η times the primal regulariser; end with the weights of least validation loss.
 
     Training is deterministic on one CPU thread. At every evaluation, `watch` measures the model, and the state of the
     training is saved to the store `state`, from which a repeated call resumes. A run has not converged if a loss is not
@@ -193,7 +193,7 @@ def take_step(
 
 
 def _rate_factor(step: int, steps: int, warmup: float) -> float:
-    """Compute the learning rate's factor at a step: linear warm-up, then a half-cosine decay to LAST."""
+    """Return the factor of the peak learning rate at a step: linear warm-up, then a half-cosine decay to LAST."""
     rise = max(1, round(warmup * steps))
     if step <= rise:
         return step / rise

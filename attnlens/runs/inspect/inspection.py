@@ -1,7 +1,7 @@
 """Describe a model with its attention sites, list the independent units of its inspection, and compute each unit.
 
 A unit covers the weights of a site, a batch of tokens, or all sequences at a few sites (for gatherers, the analyzers
-that read all sequences). runs/store.py stores the values of units; results.py converts them to heads of a report.
+that read all sequences). runs/store.py stores the values of units, which results.py combines into heads of a report.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ GATHERED_TOGETHER = 4  # sites that gatherers read in one pass: more sites need 
 
 
 def scale_null(null: tuple[float, float], info: MeasureInfo, norms: Tensor) -> Tensor:
-    """Return each head's null mean and sd, (heads, 2); scale both by ‖W_Q‖‖W_K‖ if the measure grows with W_Q, W_K."""
+    """Return each head's null mean and sd, (heads, 2), scaled by `norms` if the measure grows with W_Q and W_K."""
     factors = norms.double().cpu() if info.grows_with_factors else torch.ones(len(norms), dtype=torch.float64)
     return torch.stack([null[0] * factors, null[1] * factors.abs()], 1)
 
@@ -121,11 +121,11 @@ class PreparedRun:
 
     @property
     def weights_model(self) -> loading.Loaded:
-        """Model whose weights are read: if it is spread over devices, the copy on the meta device."""
+        """Model from which weights are read: `loaded.shapes`, which reads files, if it exists; otherwise `loaded`."""
         return self.loaded.shapes or self.loaded
 
     def select_analyzers(self, source: str) -> list[Analyzer]:
-        """Return the analyzers of this source, except gatherers."""
+        """Return the analyzers that read `source` (`weights` or `tokens`), except gatherers."""
         return [each for each in self.analyzers if isinstance(each, Analyzer) and each.source == source]
 
     @property
@@ -144,11 +144,11 @@ class Inspection(PreparedRun):
     site_calls: Sequence[SiteCall]  # calls of the requested sites
     inputs: texts.Batches | None = None  # batches that the model reads; None for weights alone
     skipped: Sequence[Skipped] = ()  # attention that can't be read, and measures that can't be computed
-    identity_error: float | None = None  # relative change of outputs under recomputed attention; None if unknown
+    identity_error: float | None = None  # relative change in outputs under recomputed attention; None if unknown
     factors: dict[Site, SiteFactors] | None = None  # factors of each site's weights; None if not stored
     _turns: weights.Turns = field(default_factory=weights.Turns)
     _nulls: dict[object, tuple[object, dict[str, tuple[float, float]]]] = field(default_factory=dict)
-    """Null distributions by shape and id of the rotation; the rotation is stored too, so that its id is not reused."""
+    """Null distributions keyed by shape, scale and id of the rotation, which is stored so that its id is not reused."""
 
     @property
     def batches(self) -> tuple[texts.Batch, ...]:
@@ -167,7 +167,7 @@ class Inspection(PreparedRun):
 
     @cached_property
     def key_heads(self) -> dict[Site, list[int]]:
-        """Index of each query head's key head, by requested site."""
+        """Index of each query head's key head, keyed by requested site."""
         return {each.site: list(each.call.key_heads) for each in self.site_calls}
 
     @property
@@ -197,7 +197,7 @@ class Inspection(PreparedRun):
 
     @cached_property
     def units(self) -> dict[str, WorkUnit]:
-        """Units of the run by name, in the order in which they enter the report."""
+        """Units of the run, keyed by name, in the order in which they enter the report."""
         sites = tuple(self.key_heads)
         units = [WorkUnit("weights", (site,)) for site in sites if self.reads_weights]
         units += [WorkUnit("tokens", sites, number, batch.size) for number, batch in enumerate(self.batches)]
@@ -310,7 +310,7 @@ class Inspection(PreparedRun):
         return {"answers": answers}
 
     def _gather(self, inputs: texts.Batches, sites: Sequence[Site]) -> dict[Site, list[Gatherer]]:
-        """Run the model on all batches, pass each sequence at `sites` to gatherers; return the gatherers by site."""
+        """Run the model on all batches; return each site's gatherers after they have received all sequences."""
         gatherers: dict[Site, list[Gatherer]] = {}
         forms: dict[Site, QueryKey | str] = {}
         if any(gathering.needs_inputs for gathering in self.gatherings):
@@ -346,11 +346,11 @@ class Inspection(PreparedRun):
         return gatherers
 
     def select_requested(self, heads: Iterable[int]) -> list[int]:
-        """Return the requested heads among `heads`; all if --heads is not given."""
+        """Return those of `heads` that were requested: all of them without --heads."""
         return [head for head in heads if self.settings.heads is None or head in self.settings.heads]
 
     def read_factors(self, sites: Sequence[Site]) -> Iterator[tuple[SiteFactors, QueryKey | None]]:
-        """Yield each site's factors, and its form in the base model (None without an adapter, or if unreadable)."""
+        """Yield the pairs of `_add_base`: each site's factors, and the site's bilinear form without the adapter."""
         chosen = [index for index, each in enumerate(self.calls) if each.site in sites]
         model, deferred = self.weights_model.model, self.weights_model.deferred
         present = None if deferred is None else deferred.present
@@ -360,9 +360,9 @@ class Inspection(PreparedRun):
             yield self._add_base(index, next(factors))
 
     def _add_base(self, index: int, factors: SiteFactors) -> tuple[SiteFactors, QueryKey | None]:
-        """Return a site's factors, and the site's form in the base model, without the adapter.
+        """Return a site's factors, and the site's bilinear form in the base model, without the adapter.
 
-        The form is None if no adapter is used. If the weights can't be read, return the error and None.
+        The form is None if there is no adapter. If the weights can't be read, return the error and None.
         """
         adapter, model = self.weights_model.adapter, self.weights_model.model
         if adapter is None or isinstance(factors, UnreadableError):
@@ -389,7 +389,7 @@ class Inspection(PreparedRun):
         return f"the scores are not bilinear in the module's inputs: queries and keys {reason}"
 
     def _draw_nulls(self, query_key: QueryKey) -> dict[str, tuple[float, float]]:
-        """Return each measure's null (mean, sd) for this shape, scale and rotation; reuse earlier draws."""
+        """Return each measure's null (mean, sd) for the shape, scale and rotation of `query_key`, drawn only once."""
         shape = query_key.query.shape[1:], query_key.key.shape[1:], query_key.scale, id(query_key.rotation)
         if shape not in self._nulls:
             layout, draws = replace(query_key, base=None), NULL_DRAWS["factors"]

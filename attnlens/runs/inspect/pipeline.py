@@ -50,9 +50,9 @@ def inspect(
 
     `model` is a hub id, folder, file, `demo`, a result of `load`, or a transformers model in memory with its
     `tokenizer` (without a tokenizer, only weights are analysed); a model in memory is not changed. Measures are
-    computed in float64; tokens.* have standard errors, weights.* have nulls. `select` is an option of the analyzer
-    selection: `top-p:0.9` selects the fewest tokens with 90 % of the attention. Raise ModelError, TextError,
-    UsageError, IdentityError, and Interrupted, which contains the finished part.
+    computed in float64; tokens.* have standard errors, weights.* have null distributions. `select` is an option of the
+    analyzer `selection`: `top-p:0.9` selects the fewest tokens with 90 % of the attention. Raise ModelError, TextError,
+    UsageError, IdentityError, and Interrupted, which contains the results so far.
     """
     report, clear_work = run_inspect(model, request, tokenizer, progress)
     clear_work()
@@ -129,7 +129,7 @@ def compute(
 ) -> tuple[Report, Results]:
     """Compute the units; return the report and the results. Raise ModelError if no head could be analysed.
 
-    If interrupted, raise Interrupted with the finished part, or KeyboardInterrupt if no head is finished.
+    If interrupted, raise Interrupted with a report of the results so far, or KeyboardInterrupt if there are none.
     """
     names = list(inspection.units)
     report_unit = report_stages(
@@ -177,7 +177,7 @@ def report_stages(progress: Progress, units: Mapping[str, WorkUnit]) -> Callable
 def survey(run: PreparedRun, factors: dict[Site, SiteFactors] | None = None) -> Inspection:
     """Cut the texts, find the sites, and verify recomputed attention unless the weights are left in their files.
 
-    If `factors` is not None, the inspection's units add the factors of weights to this dictionary.
+    If `factors` is not None, the inspection's units store the factors of each site's weights in this dictionary.
     """
     settings, inputs, no_text = _cut_inputs(run)
     run = replace(run, settings=settings)
@@ -251,7 +251,7 @@ def _cut_inputs(run: PreparedRun) -> tuple[Settings, texts.Batches | None, str |
 
 
 def survey_shapes(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Survey:
-    """Survey a model on the meta device.
+    """Find the attention sites of a model on the meta device, which has no weights.
 
     Raise ModelError if the forward pass needs actual values, or if attention bypasses transformers' interface.
     """

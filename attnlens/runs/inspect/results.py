@@ -132,7 +132,7 @@ class Results:
         return {unit.sites[0].layer: value["layer_symmetry"] for unit, value in units if "layer_symmetry" in value}
 
     def build_report(self) -> Report:
-        """Build the report of the run."""
+        """Build the report of the inspection."""
         inspection, settings = self.inspection, self.inspection.settings
         tokens, weights = self._units("tokens").values(), self._units("weights").values()
         units = [unit for unit in tokens if unit["losses"]]
@@ -268,7 +268,7 @@ DEEP = 3  # maximum number of extreme heads at each end of a measure's values
 
 
 def find_extremes(heads: Sequence[records.Head], infos: Mapping[str, MeasureInfo]) -> list[records.Extreme]:
-    """Return up to MOST heads with an extreme value of a measure, by decreasing |robust z-score|.
+    """Return up to MOST heads, each with its most extreme measure, by decreasing |robust z-score|.
 
     Values are compared among heads of the same part (encoder, decoder, cross). If a module is called several times, its
     heads are listed once for weights.*, because all calls share the weights.
@@ -328,7 +328,7 @@ NEVER_RUN = "the model was read from its files and not run; each site was checke
 
 
 def summarise(results: Results) -> records.Summary:
-    """Compute each measure's median over all heads, over each layer's heads and on each text; find extreme heads."""
+    """Compute each measure's median over all heads, over each layer's heads and for each text; find extreme heads."""
     heads, seed = results.heads, results.inspection.settings.seed
     by_layer: dict[int, list[int]] = defaultdict(list)
     for place, record in enumerate(heads):
@@ -390,7 +390,7 @@ def _errors(
 
 
 def _summarise_texts(results: Results, seed: int) -> list[records.TextSummary]:
-    """Summarise each text: by measure, the median over heads of the mean over windows; [] for a single text."""
+    """Return for each text the medians over heads of each measure's mean over windows; [] for a single text."""
     distinct, summaries = list(dict.fromkeys(results.window_texts)), list[records.TextSummary]()
     for text in distinct if len(distinct) > 1 and results.by_measure else ():
         rows = [place for place, name in enumerate(results.window_texts) if name == text]

@@ -28,7 +28,7 @@ Place = tuple[str, str]  # name of a site, and name of a measure
 def split_batch(query_key: QueryKey) -> Iterator[tuple[list[int], QueryKey]]:
     """Split a batch into pieces with at most PIECE_BYTES of scores; yield (row indices, piece without padding).
 
-    A piece of one row and one head can exceed PIECE_BYTES.
+    A piece with a single row and a single head can exceed PIECE_BYTES.
     """
     for batch, queries, keys in real_parts(query_key.allowed, query_key.query.shape[0], query_key.site.part):
         unpadded = query_key.sequences(batch, queries, keys)
@@ -59,30 +59,30 @@ def finite_heads(query_key: QueryKey) -> list[int]:
 
 
 def sequence_numbers(rows: int, batch: texts.Batch, start: int) -> list[int]:
-    """Return the index of each row's sequence; some modules split a sequence into several rows (Swin's windows)."""
+    """Return the index of the sequence that each row belongs to; some modules split a sequence into rows (Swin)."""
     return [start + row * batch.size // rows for row in range(rows)]
 
 
 @dataclass
 class SequenceValues:
-    """Scalars of each sequence and head, and the parts of mean curves, by site and measure."""
+    """Scalars of each sequence and head, and mean curves of each piece of a batch, keyed by (site, measure)."""
 
     count: int  # number of sequences
     steps: int | None = None  # length to which shorter curves are extended; None: not extended
     sums: dict[Place, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Sum and number of values over the rows of each sequence (several rows in Swin); both (sequences, heads)."""
+    """Sum and number of values over the rows of each sequence (several in Swin), both of shape (sequences, heads)."""
     curves: dict[Place, list[list[Tensor]]] = field(default_factory=dict)
-    """Number of sequences and mean curve of each piece, both (heads, steps)."""
+    """Number of sequences and mean curve of each piece, both of shape (heads, steps)."""
 
     def measure(self, query_key: QueryKey, analyzers: Sequence[Analyzer], numbers: Sequence[int], total: int) -> None:
-        """Add the analyzers' values for a batch whose rows belong to sequences `numbers`; `total`: number of heads."""
+        """Add the analyzers' values for a batch with rows of the sequences `numbers`, at a site with `total` heads."""
         for rows, piece in split_batch(query_key):
             for analyzer in analyzers:
                 readings = analyzer.read(piece)
                 self.add(query_key.site, readings, [numbers[row] for row in rows], piece.heads, total)
 
     def add(self, site: Site, readings: Readings, sequences: Sequence[int], heads: Sequence[int], total: int) -> None:
-        """Add readings of the shape (sequences, heads), or (sequences, heads, steps) for curves."""
+        """Add readings of shape (sequences, heads) or, for curves, (sequences, heads, steps)."""
         for name, reading in readings.items():
             place = site.name, name
             if reading.dim() == 3:
@@ -125,7 +125,7 @@ MOST_WEIGHTS, LEAST = 8, 0.02  # maximum number of weights per row; smallest wei
 
 
 def add_sentences(shown: Selection | None, loaded: loading.Loaded, batches: Sequence[texts.Batch]) -> Selection | None:
-    """Add the texts of a selection's sequences if the model reads text; return None if there is no selection."""
+    """Return the selection with the texts of its sequences, if the model reads text; None if there is no selection."""
     if shown is None:
         return None
     numbers = sorted({pick.sequence for pick in shown.picks})

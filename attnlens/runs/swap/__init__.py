@@ -1,4 +1,4 @@
-"""Run a model with another attention kernel, and compare it with the original (`attnlens swap-kernel`).
+"""Run a model with a different attention kernel, and compare it with the original model (`attnlens swap-kernel`).
 
-`pipeline` prepares the run and builds its report, `kernel_run` runs one kernel; `lab.ranks` and `lab.heal` add steps.
+`pipeline` prepares a run and builds its report; `kernel_run` runs one kernel; `lab.ranks` and `lab.heal` add steps.
 """

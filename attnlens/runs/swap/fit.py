@@ -33,11 +33,10 @@ LARGEST, HALVINGS = 30.0, 50  # bound on |log γ|, and number of halvings of [�
 
 @dataclass
 class NearShares:
-    """Fit of γ, the weight of near keys, that minimises Σ KL(original ‖ hybrid) over queries with near and far keys.
+    """Fit of γ, a hybrid's weight of near keys, that minimises Σ KL(original ‖ hybrid) over queries.
 
-    The derivative with respect to log γ is Σ γN/(γN + F) minus the sum of the original shares of near keys; the
-    derivative increases with γ. N is the weight of a query's near keys at γ = 1, and F is the weight of
-    the far keys and the sink.
+    The derivative with respect to log γ, Σ γN/(γN + F) minus the sum of the original shares of near keys, increases
+    with γ. N is the weight of a query's near keys at γ = 1, and F that of its far keys and the sink.
     """
 
     kernel: Kernel  # the hybrid with its fitted parameters, and γ = 1
@@ -56,7 +55,7 @@ class NearShares:
         self.odds.append((inside.log() - outside.log()).transpose(0, 1).flatten(1).cpu())
 
     def best(self) -> dict[str, Tensor]:
-        """Find each head's log γ by bisection (0 if no query has near and far keys); return all fitted parameters."""
+        """Find each head's log γ by bisection (0 if no query has both near and far keys); return all fitted values."""
         original, odds = torch.cat(self.original, -1), torch.cat(self.odds, -1)
         usable = odds.isfinite()
         low, high = (torch.full((len(original),), bound, dtype=torch.float64) for bound in (-LARGEST, LARGEST))
@@ -75,10 +74,10 @@ TINIEST = 1e-30  # lower bound on attention weights in logarithms
 
 @dataclass
 class Search:
-    """Search, for each head, between the user's and the fitted parameters for the smallest KL(original ‖ new).
+    """Line search from the user's to the fitted parameters of each head for the smallest KL(original ‖ new attention).
 
-    Least squares gives all scores equal weight, but softmax depends mainly on the large scores. The fitted parameters
-    can therefore have a larger KL than the user's parameters.
+    The fitted parameters can have a larger KL than the user's, because least squares gives all scores equal weight,
+    while softmax depends mainly on the large scores.
     """
 
     kernel: Kernel  # kernel with the user's parameters
@@ -87,7 +86,7 @@ class Search:
     divergence: Tensor = field(default_factory=lambda: torch.zeros(()))  # Σ KL, (shares, heads)
 
     def update(self, call: Call) -> None:
-        """Add Σ KL(original ‖ new) of a batch, per share and head."""
+        """Add the sum of KL(original ‖ new) over the queries of a batch, for each of SHARES and each head."""
         original = _append_sink(call, weights(call, hooks.OWN))
         divergences = []
         for share in SHARES:
@@ -97,14 +96,14 @@ class Search:
         self.divergence = self.divergence + torch.stack(divergences)
 
     def at(self, share: Tensor) -> dict[str, Tensor]:
-        """Interpolate between the user's (`share` 0) and the fitted parameters (1); `share` can differ by head."""
+        """Interpolate from the user's (`share` 0) to the fitted parameters (`share` 1); `share` can differ by head."""
         return {
             name: self.typed[name] + share.reshape(-1, *[1] * (part.dim() - 1)).to(part) * (part - self.typed[name])
             for name, part in self.fitted.items()
         }
 
     def best(self) -> dict[str, Tensor]:
-        """Return the parameters with the smallest divergence, chosen per head."""
+        """Return, for each head, the tried parameters with the smallest divergence."""
         return self.at(torch.tensor(SHARES)[self.divergence.nan_to_num(torch.inf).argmin(0)])
 
 
@@ -115,7 +114,7 @@ def _append_sink(call: Call, rows: Tensor) -> Tensor:
 
 
 def fit(setup: SwapSetup, batches: texts.Batches, progress: AddSteps) -> hooks.Swaps:
-    """Fit parameters per head in closed form; refine the weights of near keys, and parameters that the user set."""
+    """Return the swaps with parameters fitted in closed form, then refined by `NearShares` or `Search` if needed."""
     swaps = setup.swaps
     fits = _create_fits(swaps)
     map_fits = [(site, each) for site, each in fits.items() if isinstance(each, MapsFit)]
@@ -140,7 +139,7 @@ def fit(setup: SwapSetup, batches: texts.Batches, progress: AddSteps) -> hooks.S
 
 
 def expand_parameters(setup: SwapSetup, batches: Iterable[texts.Batch]) -> hooks.Swaps:
-    """Return the swaps with the value of each unfitted trainable parameter copied to every head."""
+    """Return the swaps, with the value of each trainable parameter that is not fitted copied to every head."""
     unfitted = {site: swap for site, swap in setup.swaps.items() if swap.kernel.trainable and not swap.kernel.fitted}
     expanded = dict(setup.swaps)
     fits = _create_fits(unfitted)
@@ -168,7 +167,7 @@ def _update_fits(
     batches: Iterable[texts.Batch],
     progress: AddSteps = lambda _: None,
 ) -> None:
-    """Run the original model on each batch; pass the swapped heads' calls, without padding, to each site's fit."""
+    """Run the original model on each batch; update each site's fit with the calls of its swapped heads, unpadded."""
 
     def answer(site: Site, call: Call) -> None:
         if site in fits:
@@ -187,7 +186,7 @@ def _update_fits(
 def sample_gradients(
     setup: SwapSetup, chosen: Collection[Site], fed: Fed, generator: torch.Generator
 ) -> tuple[dict[Site, Call], dict[Site, Tensor], dict[Site, Tensor], int]:
-    """Run a batch with targets drawn from the model's predictions.
+    """Run the model on a batch, with targets drawn from its predictions.
 
     Return all calls, the outputs (batch, queries, heads, value_dim) of the chosen sites, the gradients of the summed
     loss in nats with respect to these outputs, and the number of targets. Raise ModelError if the predictions are
@@ -220,7 +219,7 @@ def set_rotations(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]]) -> Non
     for site, fit in before:
         turn = by_site[site]
         if isinstance(turn, str):
-            problem = f"At {site.name}, the keys before rotation are unknown: {turn}."
+            problem = f"rotation=before cannot be used at {site.name}: {turn}."
             raise UsageError(problem, "Omit rotation=before, or exclude this layer with --layers.")
         fit.turn = turn
 
@@ -241,7 +240,7 @@ def set_metrics(setup: SwapSetup, fits: Iterable[tuple[Site, MapsFit]], fed: Seq
 
 
 def find_turns(loaded: Loaded, sites: Sequence[Site]) -> dict[Site, Turn | str]:
-    """Return the rotation of each site's keys as frequencies, or the reason if it is unknown."""
+    """Return each site's key rotation as frequencies, or the reason why the rotation is unknown."""
     inputs = texts.placeholder(loaded, 64, 0).batches[0].inputs
     site_calls = [each for each in hooks.survey(loaded.model, inputs) if each.site in sites]
     rotations = zip(site_calls, model_weights.rotations(loaded.model, site_calls), strict=True)
@@ -270,7 +269,7 @@ def output_metrics(setup: SwapSetup, fed: Iterable[Fed]) -> dict[Site, Float[Ten
     """Compute each head's Σ g gᵀ over tokens, where g = ∂loss/∂o is the gradient with respect to the head's output o.
 
     The loss has targets sampled from the predictions. The sum over n tokens estimates n W_Oᵀ F W_O, where F is the
-    predictions' Fisher information at the residual stream (Martens 2020, Eq. 7); a fit does not depend on n.
+    predictions' Fisher information at the residual stream (Martens 2020, Eq. 7); the factor n does not affect a fit.
     """
     totals: dict[Site, Tensor] = {}
     generator = torch.Generator().manual_seed(setup.seed)

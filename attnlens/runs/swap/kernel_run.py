@@ -1,4 +1,4 @@
-"""Check, fit, compare, train and sweep one kernel, with simple alternatives as controls."""
+"""Run one kernel: fit it, compare it and simple controls with the original, train it, and sweep heads or layers."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ class SwapSession:
     missed: dict[str, str | None] = field(default_factory=dict)  # attention that is not a site, see `hooks.Survey`
     caches: dict[Site, CacheShape | None] = field(default_factory=dict)  # None: other heads read the same keys
     model_heads: int = 0  # number of heads of all sites
-    identity_error: float = 0.0  # relative change of the outputs if attention is recomputed
+    identity_error: float = 0.0  # relative change in the outputs when attention is recomputed
     controls: dict[object, ChangedModel] = field(default_factory=dict)  # unfitted controls, by `kernels_by_site`
     timings: dict[str, float] = field(default_factory=dict)
     measures: SweptMeasures | None = None  # computed at the first sweep of heads
 
     def survey(self) -> None:
-        """Find and verify all sites, and select the requested sites. Raise UsageError for an undefined kernel."""
+        """Find and verify all sites, and select those requested. Raise UsageError if a kernel is undefined for them."""
         with time_stage(self.timings, "survey"), enough_memory(self.probe):
             survey = checks.survey_model(self.loaded, self.probe)
             self.identity_error = checks.require_identity(self.loaded, self.probe)
@@ -118,7 +118,7 @@ class SwapSession:
             self.missed = survey.missed
 
     def setup(self, swaps: hooks.Swaps) -> SwapSetup:
-        """Build the SwapSetup of the model with these kernels."""
+        """Build a SwapSetup of the session's model with `swaps`."""
         return SwapSetup(self.loaded, self.sites, swaps, self.task, self.seed, self.options.path)
 
     def variant(self, changed: ChangedModel, path: Route | None = None) -> Variant:
@@ -150,7 +150,7 @@ class SwapSession:
 
     @property
     def peak(self) -> int | None:
-        """Peak memory in bytes of a pass over the first batch under the current attention; None if unknown."""
+        """Peak memory in bytes of a pass over the first batch with the attention now in place; None if unknown."""
         return measure_peak(self.loaded.model, lambda: run(self.loaded.model, self.fed[0], self.task))
 
     @cached_property
@@ -195,7 +195,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def hash_parameters(swaps: hooks.Swaps) -> dict[str, str]:
-    """Return a hash of the fitted parameters of each site, by the site's name."""
+    """Return a hash of each site's fitted parameters, keyed by site name."""
     return {site.name: hash_tensors(dict(swap.kernel.fitted)) for site, swap in swaps.items()}
 
 
@@ -214,9 +214,9 @@ class ChangedModel:
     agreement: Agreement | str | None = None  # of greedy continuations, or the reason if unknown; None: not measured
 
     def outcome(self, seed: int, texts: Sequence[str], window: int | str) -> Outcome:
-        """Return differences and agreement of continuations as a record.
+        """Return the differences, and the agreement of continuations, as a record.
 
-        `window` is the number of keys for `beyond_window`, or the reason if there is no number.
+        `window` is the number of keys beyond which losses are reported, or the reason if there is none.
         """
         assert self.differences is not None  # noqa: S101  # measured before anything is recorded
         outcome = self.differences.outcome(seed, texts, window)
@@ -231,11 +231,11 @@ class ControlSwap:
 
     role: ControlRole
     model: ChangedModel | None  # None if the control does not exist
-    state: float | None = None  # number of values stored per head, mean over sites; None if unknown
+    state: float | None = None  # how many numbers a head stores, mean over sites; None if unknown
     reason: str = ""  # why the control does not exist
 
     def record(self, swapped: Differences, seed: int, texts: Sequence[str], window: int | str) -> Control:
-        """Build the control's record from its measurements, or from the reason if there are none.
+        """Build the control's record from its measurements, or from the reason why there are none.
 
         The control is compared with `swapped`, the measurements of the kernel's last stage.
         """
@@ -249,7 +249,7 @@ class ControlSwap:
 
 
 def kernels_by_site(swaps: hooks.Swaps) -> tuple[tuple[Site, str], ...]:
-    """Return the pairs (site, spelling of the kernel), which identify kernels without fitted parameters."""
+    """Return (site, spelling of its kernel) pairs, which identify swaps without fitted parameters."""
     return tuple((site, swap.kernel.spelling) for site, swap in swaps.items())
 
 
@@ -274,7 +274,7 @@ def format_kernels(kernels: Iterable[Kernel]) -> str:
 
 
 def mean_state(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> float | None:
-    """Compute the mean number of values that a swapped head stores; None if there is no attention matrix."""
+    """Compute how many numbers a swapped head stores, averaged over sites; None if there is no attention matrix."""
     if any(swap.kernel.info.form == "output" for swap in swaps.values()):
         return None
     states = [(state_numbers(swap.kernel, shapes[site]), shapes[site]) for site, swap in swaps.items()]
@@ -299,19 +299,19 @@ class CacheShape:
         return None if read & shared else cls(len(read), *sizes)
 
     def count_bytes(self, key_numbers: float) -> float:
-        """Return the bytes per token if `key_numbers` numbers are stored per key."""
+        """Return the bytes per token if each key is stored as `key_numbers` numbers."""
         return self.heads * (key_numbers + self.value_dim) * self.number_bytes
 
 
 def compute_cache(swaps: hooks.Swaps, caches: Mapping[Site, CacheShape | None]) -> Pair | str:
-    """Compute the bytes per token in the swapped sites' caches, before and after; return a reason if undefined."""
+    """Compute the bytes per token in the caches of the swapped sites, before and after, or the reason if undefined."""
     before = after = 0.0
     for site, swap in swaps.items():
         cache, numbers = caches.get(site), cached_numbers(swap.kernel)
         if site.part != "decoder":
             return "only the decoder's self-attention has a key-value cache"
         if numbers is None or swap.kernel.filter is not None:
-            return "the kernel does not store every key with fewer numbers"
+            return "the kernel does not store each key as fewer numbers"
         if cache is None:
             return "other heads read the same keys"
         before, after = before + cache.count_bytes(cache.head_dim), after + cache.count_bytes(numbers)
@@ -319,7 +319,7 @@ def compute_cache(swaps: hooks.Swaps, caches: Mapping[Site, CacheShape | None]) 
 
 
 def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list[ControlSwap]:
-    """Build the controls of an unhealed kernel, except controls equal to this kernel or to the model's own."""
+    """Build the controls of an unhealed kernel, leaving out any that equal the kernel itself or the model's own."""
     controls = [
         _same_size(swaps, shapes),
         map_kernels("one key", swaps, shapes, lambda _: parsed(ONE_KEY)),
@@ -334,7 +334,7 @@ def build_controls(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> list
 
 
 def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: Mapping[Site, HeadShape]) -> int | str:
-    """Return the widest window of the kernel, else of the same-size control, else 64; or the reason if none applies."""
+    """Return the widest window of the kernel, else of the same-size control, else WIDTH; or why none applies."""
     windows = [each.model.swaps for each in controls if each.role == "same size" and each.model is not None]
     for kernels in (swaps, *windows):
         filters = [swap.kernel.filter or swap.kernel.near for swap in kernels.values()]
@@ -344,11 +344,11 @@ def choose_window(swaps: hooks.Swaps, controls: Sequence[ControlSwap], shapes: M
     if any(site.part == "cross" for site in swaps):
         return CROSSING
     tokens = max(shapes[site].tokens for site in swaps)
-    return WIDTH if tokens > WIDTH else f"the sequences have {tokens} tokens, and no key is beyond a window of {WIDTH}"
+    return WIDTH if tokens > WIDTH else f"the sequences have {tokens} tokens, so no key lies beyond a window of {WIDTH}"
 
 
 def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlSwap:
-    """Build the sink-window control that stores as many numbers as the kernel; give a reason if there is none."""
+    """Build the sink-window control that stores as many numbers as the kernel, or record why there is none."""
     if any(site.part == "cross" for site in swaps):
         return ControlSwap("same size", None, reason=CROSSING)
     windows: dict[Site, hooks.Replacement] = {}
@@ -361,7 +361,7 @@ def _same_size(swaps: hooks.Swaps, shapes: Mapping[Site, HeadShape]) -> ControlS
     if all(swap.kernel.filter is None for swap in windows.values()):
         site = next(iter(swaps))
         state = state_numbers(swaps[site].kernel, shapes[site])
-        what = "a window of 64 keys with the first 4" if state is None else f"a state of {state:,.0f} numbers"
+        what = "a window of 64 keys plus the first 4 keys" if state is None else f"a state of {state:,.0f} numbers"
         why = f"{what} can store all {shapes[site].tokens} keys, so the control would be the model itself"
         return ControlSwap("same size", None, mean_state(swaps, shapes), why)
     return ControlSwap("same size", ChangedModel(windows, path=EXACT), mean_state(windows, shapes))
@@ -398,13 +398,13 @@ class RankStep(Protocol):
     """Step that chooses the ranks of the kernel `rank`, instead of a fit (`attnlens.lab.ranks`)."""
 
     def cut(self, session: SwapSession, contents: Sequence[texts.Content], cut: texts.Cut) -> Sequence[texts.Batches]:
-        """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on the text."""
+        """Cut the calibration text, and return its parts. Raise UsageError if the model has no loss on text."""
 
     def choose(self, run: KernelRun) -> hooks.Swaps:
         """Return the kernels with the chosen ranks, and add notes to the run."""
 
     def record(self, run: KernelRun) -> Plan:
-        """Return the record of the chosen ranks, with the costs of the measured stages."""
+        """Return the record of the chosen ranks, with the savings and the rise in the loss at each measured stage."""
 
 
 @dataclass
@@ -414,10 +414,10 @@ class KernelRun:
     session: SwapSession
     kernel: Kernel
     stages: dict[str, ChangedModel]  # the model at each stage: swapped, fitted, healed
-    store: Store | None = None  # stores parts of long computations
+    store: Store | None = None  # stores partial results of long computations
     controls: list[ControlSwap] = field(default_factory=list)
     window: int | str = ""  # number of keys beyond which losses are reported, or the reason if there is none
-    state: float | None = None  # number of values stored per swapped head; None if there is no attention matrix
+    state: float | None = None  # how many numbers a swapped head stores; None if there is no attention matrix
     healing: Healing | None = None
     notes: list[str] = field(default_factory=list)  # for the settings of the report
     rank_notes: list[str] = field(default_factory=list)  # for the record of the kernel
@@ -476,16 +476,16 @@ class KernelRun:
 
     @property
     def measured(self) -> dict[str, Differences]:
-        """Differences from the original model, by measured stage."""
+        """Differences from the original model, keyed by measured stage."""
         return {name: stage.differences for name, stage in self.stages.items() if stage.differences is not None}
 
     @property
     def keep(self) -> Keep:
-        """Function that stores and reuses parts of long computations; without a store, the parts are only computed."""
+        """Function that stores and reuses partial results; without a store, it only computes them."""
         return keep_nothing if self.store is None else self.store.compute
 
     def start_stage(self, stage: str, total: int) -> AddSteps:
-        """Start a stage, labelled with the kernel if there are several kernels; return a function that adds steps."""
+        """Announce a stage of `total` steps, naming the kernel if several run; return a function to add steps."""
         label = f"{self.kernel.spelling}, {stage}" if len(self.session.kernels) > 1 else stage
         return start_stage(self.session.progress, label, total)
 
@@ -518,7 +518,7 @@ class KernelRun:
             self.notes += describe_guessing(torch.cat(first.before), torch.cat(first.counts), names, vocabulary)
 
     def _prepare_control(self, control: ControlSwap) -> None:
-        """Reuse an equal control of another kernel; run one pass, and store the reason if the control can't run."""
+        """Share the model with an equal control of another kernel; run one pass, and store the reason if it fails."""
         if control.model is None:
             return
         if not any(swap.kernel.fitted for swap in control.model.swaps.values()):
@@ -535,7 +535,7 @@ class KernelRun:
         return [control.model for control in self.controls if control.model is not None]
 
     def measure(self, models: Iterable[ChangedModel]) -> None:
-        """Measure the differences from the original on the evaluated text, for models without `differences`."""
+        """Measure how those models that have no `differences` yet differ from the original on the evaluated text."""
         session = self.session
         variants = {model: session.variant(model) for model in models if model.differences is None}
         add_steps = self.start_stage("compare", len(variants) * sum(map(tokens_in, session.fed)))
@@ -544,7 +544,7 @@ class KernelRun:
             model.differences = differences
 
     def _generate(self) -> None:
-        """Count the tokens that stages and controls generate before the first difference from the original model."""
+        """Count the tokens that stages and controls generate before they first differ from the original model's."""
         models = [model for model in (*self.stages.values(), *self.control_models) if model.agreement is None]
         add_steps = self.start_stage("generate", len(models) + 1)
         original, notes = self.session.continuation
@@ -628,7 +628,7 @@ class KernelRun:
                 yield f"No {control.role} control: {control.reason}."
 
     def _sweep(self, swap: Swap) -> Swap:
-        """Return `swap` with the effects of heads or layers and, for heads, predictors.
+        """Return `swap` with the effect of swapping each head or layer alone and, for heads, predictors of the effects.
 
         If the sweep is interrupted, add only a note.
         """

@@ -82,14 +82,14 @@ class SwapWork(SwapSession):
 
     @cached_property
     def store(self) -> Store | None:
-        """Store of the finished units; None for a model in memory, or if the cache can't be written."""
+        """Store of the finished units; None if the model is in memory or the cache folder can't be written."""
         return WorkPlan.of(self.request).store(self.facts) if self.stored else None
 
     def run(self) -> tuple[Report, Callable[[], None]]:
-        """Run the kernels; return the report, and a function that removes the stored units if no kernel failed.
+        """Run the kernels; return the report, and a function that removes the stored units unless a kernel failed.
 
-        If interrupted, raise Interrupted with the finished part, or KeyboardInterrupt if no kernel is finished. Raise
-        UnsavedError if the changed model can't be saved.
+        If interrupted, raise Interrupted with a report of the results so far, or KeyboardInterrupt if there are none.
+        Raise UnsavedError if the changed model can't be saved.
         """
         plan, kernels, progress = WorkPlan.of(self.request), list(self.kernels), self.progress
         several = len(kernels) > 1 and plan.shard is None
@@ -127,7 +127,7 @@ class SwapWork(SwapSession):
         return report
 
     def read_unit(self, name: str) -> KernelResult:
-        """Run one kernel; parts of fits, sweeps and healing are stored until the kernel is finished."""
+        """Run one kernel; partial results of fits, sweeps and healing are stored until the kernel is finished."""
         kernel = self.kernels[name]
         store = None if self.store is None else self.store.inside(name)
         swaps = {site: Replacement(kernel, heads) for site, heads in self.chosen.items()}
@@ -151,7 +151,7 @@ def swap_kernel(
 ) -> Report:
     """Compare loss, predictions and hidden states of a model under other kernels with those of the original model.
 
-    `kernels` is one spelling, or several, as on the command line (`rbf:gamma=1+window:64`). If `model` is a name,
+    `kernels` is one kernel, or several, spelled as on the command line (`rbf:gamma=1+window:64`). If `model` is a name,
     finished work is stored, and a repeated call reuses the stored work. Raise UsageError, ModelError, TextError,
     OutputError, IdentityError, and Interrupted, which contains the finished results.
     """

@@ -137,7 +137,7 @@ class Swapped:
 
 @arguments.public
 def load_swapped(folder: str | Path, **loading: Any) -> Swapped:
-    """Load a model that `--save` wrote, with its kernel in place; `loading` are options of `load`.
+    """Load a model that `--save` wrote, with its kernel in place; `loading` contains options of `load`.
 
     Raise ModelError if the folder does not contain such a model, or if a file was changed after it was saved.
     Raise UsageError for invalid options.
@@ -169,7 +169,7 @@ def restore_saved(place: Path, **loading: Any) -> tuple[Loaded, tuple[Site, ...]
 
 @contextmanager
 def _convert_errors(place: Path) -> Iterator[None]:
-    """Context manager: convert the errors that a damaged or changed folder causes to ModelError."""
+    """Context manager: convert errors caused by a damaged or changed folder to ModelError."""
     try:
         yield
     except ValidationError as error:
@@ -206,10 +206,10 @@ def _check_files(facts: SavedSwap, digests: Mapping[str, str], place: Path) -> N
 
 
 def _check_sites(facts: SavedSwap, site_calls: Sequence[hooks.SiteCall]) -> None:
-    """Raise ValueError if attnlens.json lists other sites than the model has, or invalid swapped heads or layers."""
+    """Raise ValueError unless attnlens.json lists exactly the model's sites, and valid swapped heads and layers."""
     sites = [SavedSite.model_validate(each.site) for each in site_calls]
     if [saved.model_copy(update={"heads": None}) for saved in facts.sites] != sites:
-        raise ValueError(f"{FACTS} lists attention that the model lacks, or omits attention of the model")
+        raise ValueError(f"{FACTS} lists attention that the model lacks, or omits attention that it has")
     for saved, each in zip(facts.sites, site_calls, strict=True):
         heads = saved.heads or []
         if len(set(heads)) != len(heads) or not set(heads) <= set(range(each.call.query.shape[1])):
@@ -219,7 +219,7 @@ def _check_sites(facts: SavedSwap, site_calls: Sequence[hooks.SiteCall]) -> None
 
 
 def _build_swaps(facts: SavedSwap, sites: tuple[Site, ...], fitted: Mapping[str, Tensor]) -> hooks.Swaps:
-    """Return each swapped site's kernel and heads. Raise ValueError if some sites lack parameters that others have."""
+    """Return each swapped site's kernel and heads. Raise ValueError if a site lacks parameters that another has."""
     kernel = parsed(facts.kernel, allow_signed=True)
     by_layer: dict[int, dict[str, Tensor]] = {layer: {} for layer in facts.swapped}
     for full_name, value in fitted.items():

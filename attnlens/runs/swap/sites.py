@@ -1,4 +1,4 @@
-"""Choose the sites that a swap replaces, check the swapped model for leaks, and measure the change at each site."""
+"""Choose the sites to swap, check the swapped model for leaks, and measure the change in each site's output."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from attnlens.runs.outputs import Variant
 
 @dataclass
 class SwapSetup:
-    """A model with the kernels to swap in, and options for running it."""
+    """A model, the kernels to swap in, and options for running the swapped model."""
 
     loaded: Loaded
     sites: tuple[Site, ...]  # all sites of the model
@@ -94,7 +94,7 @@ class LeakTest:
         return {"causality_error": causality, "mask_error": self.mask_error(left=left)}
 
     def causality_error(self) -> float | str:
-        """Measure the relative change of outputs in the first half of sequences if the ids in the second half change.
+        """Measure the relative change in the first half of each output sequence when the ids in the second half change.
 
         Return the reason if this can't be measured. Raise IdentityError if only the new kernel causes a change.
         """
@@ -106,7 +106,7 @@ class LeakTest:
         return self._check(pair, slice(0, half), "later tokens change", "leaks future tokens")
 
     def mask_error(self, *, left: bool) -> float | str:
-        """Measure the relative change of outputs at real tokens if the padding before (`left`) or after them changes.
+        """Measure the relative change in outputs at real tokens when the padding before (`left`) or after them changes.
 
         Return the reason if this can't be measured. Raise IdentityError if only the new kernel causes a change.
         """
@@ -118,7 +118,7 @@ class LeakTest:
         return self._check(pair, slice(None), "the padding's content changes", "attends to padding")
 
     def _check(self, pair: Sequence[Mapping[str, Tensor]], positions: slice, when: str, flaw: str) -> float | str:
-        """Return the relative difference of the outputs, or the reason if it is unknown.
+        """Return the relative difference between the outputs for the inputs in `pair`, or the reason if it is unknown.
 
         Raise IdentityError if the difference is large only with the new kernel.
         """
@@ -141,7 +141,7 @@ class LeakTest:
 
 
 def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, left: bool) -> dict[str, Tensor]:
-    """Replace the last tokens by random padding; if `left`, move the padding to the start and shift positions."""
+    """Replace the last tokens with random padding; if `left`, move the padding to the start and shift positions."""
     ids, mask = inputs["input_ids"].clone(), inputs["attention_mask"].clone()
     padding = min(PADDING, ids.shape[1] // 2)
     ids[:, -padding:] = _draw_ids(loaded, ids.new_full((len(ids), padding), -1), seed)
@@ -157,7 +157,7 @@ def _pad_randomly(loaded: Loaded, inputs: Mapping[str, Tensor], seed: int, *, le
 def _relative_difference(
     loaded: Loaded, pair: Sequence[Mapping[str, Tensor]], variant: Variant, positions: slice
 ) -> float | None:
-    """Compute the relative difference of two inputs' outputs at the real tokens in `positions`.
+    """Compute the relative difference between the outputs for two inputs at the real tokens in `positions`.
 
     Return None if the model returns no output per token.
     """
@@ -190,7 +190,7 @@ def _output_tensors(result: ModelOutput) -> Iterator[Tensor]:
 
 
 def _draw_ids(loaded: Loaded, like: Tensor, seed: int) -> Tensor:
-    """Draw random ids in the shape of `like`; placeholders in `like` (such as those of images) do not change."""
+    """Return random ids in the shape of `like`, with the placeholders in `like` (such as those of images) kept."""
     vocabulary, special = texts.vocabulary(loaded.model) or texts.CHARACTERS, texts.placeholder_ids(loaded.model)
     plain = torch.tensor([number for number in range(vocabulary) if number not in special])
     drawn = plain[torch.randint(len(plain), like.shape, generator=torch.Generator().manual_seed(seed))].to(like)
@@ -208,7 +208,7 @@ def replaced(
     batch: Mapping[str, Tensor] | None = None,
     allow_signed: bool = False,
 ) -> AbstractContextManager[hooks.CallCounter]:
-    """Replace attention by softmax(log k + mask) v, with the kernel k, in each forward pass inside a `with` block.
+    """Replace attention with softmax(log k + mask) v, where k is the kernel, in forward passes inside a `with` block.
 
         with attnlens.replaced(model, "rbf:gamma=1", layers=[2, 3]):
             loss = model(**batch, labels=batch["input_ids"]).loss
@@ -216,8 +216,8 @@ def replaced(
     `layers`, `heads` and `part` (encoder, decoder, cross, vision, audio or text) select the attention to replace
     (None: all). A forward pass on `batch`, or by default on made-up inputs, finds the sites. Before the block,
     recomputing the model's own attention must reproduce the model's outputs, and a forward pass with the new kernel
-    must succeed. The value of the context manager counts the calls of each module in `calls`. On exit, the model's own
-    attention is restored.
+    must succeed. The context manager yields a counter, whose `calls` maps each module's path to its number of calls.
+    On exit, the model's own attention is restored.
 
     Raise UsageError for a kernel that cannot be parsed, needs calibration text or is undefined at a site, ModelError
     for attention that cannot be replaced, and IdentityError if recomputing the model's own attention changes the
@@ -343,7 +343,7 @@ def measure_sites(setup: SwapSetup, inputs: Mapping[str, Tensor]) -> tuple[list[
 
 
 def _special_properties(call: Call, kernel: Kernel) -> dict[str, bool]:
-    """Return the properties of a site that notes can mention, with True for those that apply."""
+    """Return, for each property that a note can mention, whether the site has this property."""
     norms, group = call.key.double().norm(dim=-1), int(kernel.parameters.get("group", 1))
     spread = max(CONSTANT, 2 * torch.finfo(call.key.dtype).eps)
     return {
@@ -357,7 +357,7 @@ def _special_properties(call: Call, kernel: Kernel) -> dict[str, bool]:
 
 
 def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]:
-    """Yield notes for the report; `special` maps a property to a phrase such as `3 of 4 sites`."""
+    """Yield notes for the report; `special` maps each property to where it applies, such as `3 of 4 sites`."""
     info = kernel.info
     if info.form == "output":
         yield PRIMAL
@@ -369,15 +369,15 @@ def _describe_sites(kernel: Kernel, special: Mapping[str, str]) -> Iterator[str]
             yield f"{scores}: {bound} bounds their rank."
         return
     if "capped" in special:
-        effect = "is applied to the capped scores" if info.form == "score" else "replaces the cap too"
+        effect = "is applied to the capped scores" if info.form == "score" else "also replaces the cap"
         yield f"The model caps its scores (softcap) at {special['capped']}; the new kernel {effect}."
     if "biased" in special:
-        yield f"The model adds a position bias at {special['biased']}; it is added to log k too."
+        yield f"The model adds a position bias at {special['biased']}; the bias is also added to log k."
     if "sinking" in special:
-        effect = "terms of log k that depend only on the query have an effect there"
+        effect = "there, terms of log k that depend only on the query do not cancel"
         yield f"The model has attention sinks at {special['sinking']}; {effect}."
     if "constant" in special and info.equal_lengths:
-        where = f"{special['constant']} (QK-norm of unit gain)"
+        where = f"{special['constant']} (QK-norm with unit gain)"
         yield f"All keys of a head have the same length at {where}; there, {info.name} is {info.equal_lengths}."
     if kernel.oracle:
         yield (

@@ -1,4 +1,4 @@
-"""Swap each head or layer individually, and rank them by their effect on the loss."""
+"""Swap heads or layers one at a time, and rank them by effect on the loss."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def measure_heads(loaded: Loaded, batches: texts.Batches, settings: Settings, un
 def find_predictors(alone: UnitEffects, measures: SweptMeasures, seed: int) -> tuple[list[Predictor], Prediction]:
     """Correlate each measure with the heads' harm (rise in loss or distance); omit heads without a finite harm.
 
-    Return the predictors, sorted by corrected p, and a summary.
+    Return the predictors, sorted by corrected p, and a summary of the tests.
     """
     harm, rises = alone.harms, alone.changed - alone.original
     names, left_out = list(measures.values), dict(measures.reasons)
@@ -86,14 +86,14 @@ def find_predictors(alone: UnitEffects, measures: SweptMeasures, seed: int) -> t
     predictors = []
     for name, p_value, corrected in zip(names, tests.p_value.tolist(), tests.corrected.tolist(), strict=True):
         if math.isnan(p_value):
-            left_out[name] = "fewer than four heads have a value and a harm, or all these harms are equal"
+            left_out[name] = "fewer than four heads have both a value and a harm, or their harms are all equal"
         else:
             predictors.append(_predictor(name, alone, measures, (p_value, corrected), seed))
     predictors.sort(key=lambda predictor: (predictor.p_corrected, -abs(predictor.rho)))
     finite = ~harm.isnan()
     reliability = split_half(rises[finite].mT, alone.sizes, alone.design, seed)
     known = not math.isnan(reliability)
-    why = "fewer than two windows, fewer than four heads with a value, or equal harms of all heads"
+    why = "there are fewer than two windows or four heads with a value, or all heads have equal harms"
     return predictors, Prediction(
         heads=len(harm),
         diverged=int((~finite).sum()),
@@ -120,7 +120,7 @@ def _predictor(name: str, alone: UnitEffects, measures: SweptMeasures, p: tuple[
     measure = measures.windows[name][alone.rows][:, present] if name in measures.windows else value[present]
     rises = (alone.changed - alone.original)[present].mT
     windows = ends(windows_interval(measure, rises, alone.sizes, alone.design, over_heads.value, seed=seed))
-    one_window, partial = "one window, or one text, has no spread", "some heads lack a value in some windows"
+    one_window, partial = "a single window or text has no spread", "some heads lack a value in some windows"
     reasons = {} if windows else {"sequences_ci95": one_window if alone.design.freedom < 1 else partial}
     return Predictor(
         measure=name,
@@ -172,7 +172,7 @@ class UnitEffects:
         return self.harms.nan_to_num(math.inf).argsort(descending=True, stable=True).tolist()
 
     def effects(self, seed: int) -> list[Effect]:
-        """Return the units' effects by decreasing harm, with paired 95 % intervals; the false discovery rate is 5 %."""
+        """Return the units' effects by decreasing harm, with 95 % intervals and tests at a 5 % false discovery rate."""
         finite = self.changed.isfinite().all(1)
         p = torch.full((len(self.units),), torch.nan, dtype=torch.float64)  # a diverged unit has no p-value
         if self.tested:
@@ -200,7 +200,7 @@ def sweep(
     progress: AddSteps,
     keep: Keep = keep_nothing,
 ) -> UnitEffects:
-    """Measure the loss (or distance) with each unit swapped alone; blocks before the unit are not computed again.
+    """Measure the loss (or distance) with each unit swapped alone; blocks before the unit are not recomputed.
 
     `keep` stores and reuses results.
     """
@@ -262,7 +262,7 @@ class SweptBatch:
 
 
 def _losses(original: Tensor, new: Tensor, fed: Fed, task: Task) -> Tensor:
-    """Compute each sequence's mean loss; for noise, KL(original ‖ new); without predictions, 1 − cosine of states."""
+    """Return each sequence's mean loss; for noise, KL(original ‖ new); for the task `hidden`, 1 − cosine of states."""
     if task == "hidden":
         distance = 1 - torch.nn.functional.cosine_similarity(original.double(), new.double(), dim=-1)
         # rows can be windows of an image, or contain all images
