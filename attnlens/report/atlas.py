@@ -91,7 +91,7 @@ class Reference:
     reason: str | None = None  # reason why there are no models
 
     def percentile(self, value: float) -> float | None:
-        """Return the percentage of heads with a smaller value, or None if there are no models.
+        """Return the percentage of atlas heads with a smaller value, or None if there are no models.
 
         Percentages are averaged over the models of each lineage, then over lineages.
         """

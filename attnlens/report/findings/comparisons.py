@@ -230,7 +230,7 @@ def _join_heads(heads: set[Place], name: Names) -> str:
 
 
 DISTANCES = {
-    OWN_ROWS: ("Attention", "KL {} nats", "KL of the attention rows if the head's block gets the same hidden states."),
+    OWN_ROWS: ("Attention", "KL {} nats", "KL of the attention rows if both blocks get the same hidden states."),
     FORMS: ("M", "‖ΔM‖/‖M‖ {}", ""),
     ROWS: ("Attention", "KL {} nats", "KL of the attention rows, including the effect of earlier blocks."),
 }

@@ -33,7 +33,7 @@ SEPARATED = {
 }
 """Measure (cosine similarity of a head and its SVM) → sentence on the vectors that the SVM separates."""
 CHANCE = ("weights.symmetry", "weights.definiteness", "weights.effective_rank", *SPACES)
-"""Measures that are tested against their null."""
+"""Measures that are tested against chance, their null distribution."""
 SHARES = {  # Share of the variance of the scores → name of this part, and an explanation in brackets
     "tokens.share_key": ("the key alone", ""),
     "tokens.share_distance": ("position", " (distance)"),
@@ -303,7 +303,7 @@ def _noun(reading: MeasureMap) -> str:
 
 
 def _middle(reading: MeasureMap, shapes: Shapes | None = None) -> str:
-    """Format the median over heads, with its standard error if the report in `shapes` contains one."""
+    """Format a measure's median over heads, with its standard error if the report in `shapes` contains one."""
     value = middle(reading.values)
     error = None if shapes is None else shapes.report.summary.median_errors.get(reading.name)
     if error:

@@ -79,7 +79,7 @@ def _cost(swap: Swap, method: str) -> Finding:
         return Finding(question="Cost?", answer="Unknown: nothing could be compared.", severity="problem")
     bounds = swap.hidden_cosine_ci95
     evidence = "" if bounds is None else f"95 % interval {interval(bounds, 3)}."
-    answer = f"The mean cosine of the last hidden states to the original's is {swap.hidden_cosine:.3f}."
+    answer = f"The mean cosine between the last hidden states and the original's is {swap.hidden_cosine:.3f}."
     return Finding(question="Cost?", answer=answer, evidence=evidence, measures=["swap.hidden_cosine"])
 
 
@@ -301,7 +301,7 @@ def _is_unclear(loss: Change) -> bool:
 
 
 def after_swap(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that locate, reduce or remeasure the cheapest kernel's cost, use the new model, or use a plan."""
+    """Yield commands that locate, reduce or remeasure the cheapest kernel's cost, save the model, or use a plan."""
     report = shapes.report
     written = Written() if shapes.written is None else shapes.written
     # the kernel whose loss rises least; without a loss, the first

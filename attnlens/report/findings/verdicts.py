@@ -239,7 +239,7 @@ def _rises(curve: Curve) -> bool:
 
 
 def _head_finding(experiment: Experiment) -> Finding:
-    """State whether gradient descent on a head's selection problem reaches the SVM, and the head's own cosine."""
+    """State whether gradient descent on a head's selection problem reaches the SVM, and how close the head is."""
     starts = {"zero": "from zero", "the head": "from the head's own weights"}
     reached = [f"{value:.3f} {starts[name]}" for name, value in _final_cosines(experiment).items() if value is not None]
     verdict = _verdict(experiment)

@@ -242,7 +242,7 @@ TITLE, FACTS, FOOTNOTE = 66, 155, 170  # characters that fit into an overview's 
 MARGIN = 0.08  # inches free above a single picture
 BESIDE = 0.3  # inches of a panel's width that its title and note leave free
 TITLE_PER_INCH, NOTE_PER_INCH, CAPTION_PER_INCH = 14, 18, 18.5
-"""Characters per inch in a panel's title, in its note, and in a caption."""
+"""Number of characters that fit into an inch of a panel's title, of its note, and of a caption."""
 LINE = 0.128  # inches per line of a caption
 
 

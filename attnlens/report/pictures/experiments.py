@@ -319,7 +319,7 @@ def _curve_panels(experiment: Experiment) -> Iterator[Panel]:
     for picture, curves in groups(experiment).items():
         names = [experiment.name, *([picture] if len(experiment.curves) > 1 and picture else [])]
         banded = any(curve.low is not None for curve in curves.values())
-        below = "Not shown: values of 0 or below 1e−16 of the largest." * _least_shown(curves)[1]
+        below = "Not shown: values of 0, and values below 1e−16 times the largest." * _least_shown(curves)[1]
         sentences = [experiment.question, "Lines: median, bands: first to third quartile." * banded, below]
         caption = clean(" ".join(filter(None, [*sentences, f"({facts})" if facts else ""])))
         note = "median, quartiles" if banded and len(curves) == 1 else ""
@@ -383,7 +383,7 @@ def _finite_values(curves: Mapping[str, Curve]) -> Float[np.ndarray, " values"]:
 
 
 def _compared_panels(report: Report) -> list[Panel]:
-    """Build a list with the panel that compares values with references; return [] if no value is tested."""
+    """Return the panel that compares values with references, as a list; [] if no value is tested."""
     figures = [(e, figure) for e in report.experiments for figure in e.final if e.meets(figure) is not None]
     if not figures:
         return []

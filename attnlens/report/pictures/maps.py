@@ -127,7 +127,7 @@ def shares_caption(shapes: Shapes, whole: str) -> str:
     names = shapes.shares[whole]
     labels = [label for label, _ in named_parts(names)]
     parts = [f"{label}: {shapes.info(name).meaning}" for label, name in zip(labels, names, strict=True)]
-    return f"One line per head, sorted within a layer; the parts sum to 1. {'; '.join(parts)}."
+    return f"One bar per head, sorted within a layer; the parts sum to 1. {'; '.join(parts)}."
 
 
 def source_heading(shapes: Shapes, name: str) -> str:
@@ -163,7 +163,7 @@ def head_panels(shapes: Shapes) -> list[Panel]:
 
 
 def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) -> Panel:
-    """Build the panel of a measure's map; with `numbers`, write the values into the cells if they fit."""
+    """Build the panel of a measure's map; with `numbers`, its cells show the values if all of them fit."""
     reading = shapes.readings[name]
     width = float(np.clip(CELL * len(shapes.heads), 3.4, 8))
     draw = partial(draw_map, shapes=shapes, reading=reading, numbers=numbers)
@@ -364,7 +364,7 @@ def overview_figure(shapes: Shapes, *, bare: bool = False) -> Figure:
     """Draw a page of up to six panels. Raise UsageError if no measure differs between heads."""
     rows = page_rows(shapes)
     if not rows:
-        raise UsageError("No measure differs between heads: there is nothing to draw.", "Use --json or --csv.")
+        raise UsageError("No measure differs between heads, so there is nothing to draw.", "Use --json or --csv.")
     names = [panel.stem for row in rows for panel in row]
     hatched = any(np.isnan(shapes.readings[name].values).any() for name in names if name in shapes.readings)
     hatched |= not all(has_all(shapes, shapes.shares[name]) for name in names if name in shapes.shares)

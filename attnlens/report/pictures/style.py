@@ -48,7 +48,7 @@ SETTINGS = {  # Settings that override matplotlib's defaults; the user's matplot
 
 BARE_POINTS = 8  # size of all text in bare figures
 BARE = dict.fromkeys(("font.size", "axes.titlesize", "legend.fontsize"), BARE_POINTS)
-"""Settings of bare figures, which override SETTINGS."""
+"""Settings that override SETTINGS in bare figures."""
 
 Style = dict[str, Any]  # keywords of a matplotlib artist
 
@@ -77,7 +77,7 @@ RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # digit
 
 @contextmanager
 def house_style(*, bare: bool = False) -> Iterator[None]:
-    """Apply matplotlib settings and ignore warnings about missing glyphs within the `with` block."""
+    """Apply SETTINGS, and BARE if `bare`, and ignore warnings about missing glyphs, within the `with` block."""
     with matplotlib.style.context(["default", SETTINGS, BARE if bare else {}]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
@@ -111,7 +111,7 @@ class Powers(Formatter):
     """Formatter of tick labels on a logarithmic axis: 0.01, 200, 10⁻⁶."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
-        """Format one tick."""
+        """Format the label of a tick at `x`."""
         power = np.log10(abs(x)) if x else 0.0
         if -4 < power < 5 or abs(power - round(power)) > 1e-6:
             return f"{x:g}".replace("-", "−")

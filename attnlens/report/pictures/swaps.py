@@ -201,7 +201,7 @@ def _stages_panel(swap: Swap) -> Panel:
 
 
 def draw_stages(axes: Axes, swap: Swap) -> None:
-    """Draw the loss (or, without a loss, a distance) of the original, the stages and the controls."""
+    """Draw the loss (or, without a loss, a distance) of the original model, each stage and each control."""
     lossy, controls = swap.judged_by == "loss", _drawn_controls(swap)
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     original = (losses[0].before if losses else None) if lossy else 0.0
@@ -356,7 +356,7 @@ def _predictors_panel(swap: Swap, stem: str, name: Names) -> Panel:
     reasons = {} if swap.prediction is None else swap.prediction.left_out
     missing = "; ".join(f"{name}: {clean(reasons[name])}" for name in ALWAYS if name in reasons)
     caption = (
-        f"What predicts the harm of {clean(swap.kernel)}. Δ of the {effect_name(swap)} if only one head has the "
+        f"What predicts the harm done by {clean(swap.kernel)}. Δ of the {effect_name(swap)} if only one head has the "
         "kernel, against measures of that head on the same windows; one dot per head. ρ: Spearman correlation with a "
         "bootstrap 95 % interval over heads; a measure holds if p < 0.05 after correction for all measures and the "
         f"interval over layers excludes 0.{f' Not drawn: {missing}.' if missing else ''}"

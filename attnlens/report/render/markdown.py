@@ -17,7 +17,7 @@ from attnlens.report.sections.section import Cell, Document, Heading, Row, Secti
 from attnlens.wording import clean
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")
-"""First characters of a text that a spreadsheet can run as a formula."""
+"""Characters with which a text can start that a spreadsheet runs as a formula."""
 
 
 def spreadsheet(rows: Sequence[Row]) -> str:

@@ -155,7 +155,7 @@ class FittedTable:
     table: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield one table with wrapped cells, or several tables with as many columns as fit."""
+        """Yield one table with wrapped cells, or several tables, each with as many columns as fit."""
         names, columns = ([*map(_clean_column, part)] for part in (self.table.names, self.table.columns))
         if self.table.fit == "folded":
             yield _grid([*names, *columns], folded=True)

@@ -125,7 +125,7 @@ def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
 
 
 def rows(report: Report) -> list[Row]:
-    """Build the spreadsheet rows of a check: one per failing head or block, and one per rule without failures."""
+    """Build the spreadsheet rows of a check: one per failing head or block, and one per rule without any."""
     rows: list[Row] = []
     for check in report.checks:
         rule: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}

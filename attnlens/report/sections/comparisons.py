@@ -40,7 +40,7 @@ ERRORS = "±, p: over seeds, on the same test examples; p: paired by seed, corre
 PUBLISHED = "published: {}; from far larger models and other data, so compare rankings, not values."
 HEADS = (
     "Medians over heads, before training → as tested, in the first seed's run. tokens.* and selection.* use log k on 8 "
-    "held-out sequences, weights.* use s W_Q W_Kᵀ. –: no value, as in primal layers, for shares of causal heads, for "
+    "held-out sequences; weights.* use s W_Q W_Kᵀ. –: no value, e.g. in primal layers, for shares of causal heads, for "
     "kernels that can be negative, and for SVMs if the kernel has a position bias or is not a function of ⟨q, k⟩."
 )
 FEW_WORDS = 5  # BLEU below which translations share little more than single words with their references
@@ -288,7 +288,7 @@ def _head_sections(report: Report, comparison: Comparison, most: int | None) -> 
     notes.append("*: significant, and large enough to matter.")
     if more > 0:
         notes.append(f"{format_count(more, 'more head')} changed: see --table, --csv or --json.")
-    yield Section("Heads that changed, worst first", table=table, notes=notes)
+    yield Section("Heads that changed, largest change first", table=table, notes=notes)
 
 
 def _distance(row: MeasureChange | None) -> str:

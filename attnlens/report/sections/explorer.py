@@ -1,4 +1,4 @@
-"""Build the data of a page's interactive part, and sections on the tokens that single heads select."""
+"""Build the data for the interactive part of an HTML page, and sections on the tokens that single heads select."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ COMPARED = ("compare", "change")
 
 
 def explorer(shapes: Shapes) -> dict[str, object] | None:
-    """Build the data of the page's interactive part; return None if no measure has a value."""
+    """Build the data for the page's interactive part; return None if no measure has a value."""
     from attnlens.report.pictures import maps  # imported in functions here and below because it loads matplotlib
 
     report = shapes.report

@@ -186,7 +186,7 @@ def other_base(report: Report) -> list[str]:
     record, model = report.model.adapter, report.model.id
     if record is None or record.base is None or last(record.base) == last(model):
         return []
-    return [clean(f"The adapter's base is {record.base}; it was merged into {model}, which has matching shapes.")]
+    return [clean(f"The adapter's base is {record.base}; the adapter was merged into {model}, whose shapes match.")]
 
 
 def state_unexpected(report: Report) -> list[str]:

@@ -92,7 +92,7 @@ def place_columns(heads: Sequence[HeadId], model: ModelInfo) -> list[Column]:
 
 
 def missing_reason(head: Head, name: str) -> str:
-    """Return the reason why a head has no value of a measure; empty if the head has a value."""
+    """Return the reason why a head has no value of a measure; "" if it has a value."""
     return head.measures[name].reason or "" if name in head.measures else "not measured"
 
 

@@ -1,4 +1,4 @@
-"""Sections on plans of ranks, on healing, and on sweeps: harm of heads or layers swapped alone, and predictors."""
+"""Sections on plans of ranks, on healing, and on sweeps (harm done by swapping single heads or layers)."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ MOST_PREDICTORS = 8  # Number of measures shown for a single kernel; FEW are sho
 
 @section(44, "swap")
 def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on a sweep, with the number of significant effects and the most extreme heads or layers."""
+    """Yield the section on sweeps: number of significant effects, and the most and least harmful heads or layers."""
     swaps = [swap for swap in shapes.report.swaps if swap.sweep]
     effects = [effect for swap in swaps for effect in swap.sweep]
     if not effects:
@@ -278,7 +278,7 @@ def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
 
 @section(46, "swap")
 def prediction_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on the measures that best predict the harm of each kernel."""
+    """Yield the section on the measures that best predict the harm done by each kernel."""
     swaps = [swap for swap in shapes.report.swaps if swap.sweep and swap.prediction is not None]
     if not swaps:
         return

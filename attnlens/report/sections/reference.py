@@ -300,7 +300,7 @@ def explanation(name: str) -> Section:
 
 @cache
 def demo_heads() -> dict[str, list[tuple[int, int, float]]]:
-    """Map each measure to the heads of `demo` with the smallest and largest value, as (layer, head, value)."""
+    """Map each measure to the (layer, head, value) of its smallest and largest value in the model `demo`."""
     entries: dict[str, list[tuple[int, int, float]]] = json.loads(DEMO_HEADS.read_text(encoding="utf-8"))
     return entries
 

@@ -33,7 +33,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns that identify the rows, and other columns in order of importance."""
+    """Table: columns that identify the rows, then other columns in order of importance."""
 
     names: Sequence[Column]
     columns: Sequence[Column]
