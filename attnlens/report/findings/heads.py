@@ -164,7 +164,7 @@ def _symmetric(tests: HeadTests) -> Finding | None:
         parts = [f"{count} {sign}" for sign, count in counts.items() if count]
         if reading.present.size == 1:
             parts = [sign for sign, count in counts.items() if count]
-        evidence += f" More definite than expected by chance: {', '.join(parts)}."
+        evidence += f" Definite beyond chance: {', '.join(parts)}."
     measures = [name, "weights.definiteness"]
     return _finding("Symmetric?", answer, evidence, measures, notable=bool(marked))
 

@@ -81,7 +81,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def _describe_latents(plan: Plan) -> Iterator[str]:
-    """Yield sentences on the form of the latents, and on the rise in the loss with each form that was compared."""
+    """Yield sentences on the form of the latents, and on the rise in loss or perplexity with each form compared."""
     form = dict(part.split("=") for part in plan.form.split(",")) if plan.form else {}
     group = form.get("group", "1")
     keys = "each key head has its own latent" if group == "1" else f"{group} key heads share a latent"
