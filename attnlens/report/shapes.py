@@ -231,7 +231,7 @@ def _informativeness(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool,
 
 
 def _numbers(present: Iterable[int], expected: int, fill: bool) -> tuple[int, ...]:
-    """Sort the numbers; if `fill`, add missing ones from 0 to the last or `expected`, unless more than MOST_FILLED."""
+    """Sort the numbers; if `fill`, add all others below the largest or `expected`, unless that exceeds MOST_FILLED."""
     numbers = sorted(set(present))
     size = max([expected, *(number + 1 for number in numbers)])
     return tuple(range(size)) if fill and numbers and size <= MOST_FILLED else tuple(numbers)

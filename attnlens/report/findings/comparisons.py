@@ -234,7 +234,7 @@ DISTANCES = {
     FORMS: ("M", "‖ΔM‖/‖M‖ {}", ""),
     ROWS: ("Attention", "KL {} nats", "KL of the attention rows, including the effect of earlier blocks."),
 }
-"""Distance for sorting heads, in order of preference → what differs, the format of a value, and an explanation."""
+"""Distance by which heads are sorted, most preferred first → what differs, format of a value, and explanation."""
 
 
 def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChange]:

@@ -239,7 +239,7 @@ def _continuations(swap: Swap) -> Finding | None:
 
 
 def _is_within_budget(plan: Plan) -> bool:
-    """Return True if `plan.within_budget` and, if no rise was predicted, the measured interval is within the budget."""
+    """Return True if `plan.within_budget` holds and, without a prediction, the budget covers the measured interval."""
     if (measured := plan.measured) is None:
         return False
     is_sure = plan.promised is not None or measured.ci95 is None or measured.ci95[1] <= plan.budget

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 SIDE = 40  # number of characters of a formula that fit along the y axis
 WIDE_RANGE = 20.0
-"""The axis of curves is logarithmic if their largest value exceeds the lowest end of a median by this factor."""
+"""Ratio of the largest value to the smallest final median above which the axis of curves is logarithmic."""
 PART_LINES = ("-", "--", ":")  # line styles of the parts' medians on shared axes
 CELL = 0.42  # side of a cell in inches, if the page has room
 STEPS = 64  # number of colours that the script of a page gets from a colour map
