@@ -1,4 +1,4 @@
-"""The atlas: the distribution of each measure over the heads of several trained models (see benchmarks/atlas.py)."""
+"""The atlas: distributions of measures over the heads of several trained models (made by benchmarks/atlas.py)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from attnlens.wording import group_pairs, source_of
 
 FILE = Path(__file__).with_name("atlas.json")
 LEVELS = (0, 1, 2.5, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 97.5, 99, 100)
-"""Percentages of the quantiles that the atlas file contains for each measure."""
+"""Levels of the quantiles in the atlas file, in per cent."""
 Third = Literal["first", "middle", "last", "all"]
 SAME, ENOUGH, ABOUT = 0.25, 3, 0.05
-"""Thresholds for recognising a model of the atlas: mean difference of the quantiles in interquartile ranges, number of
-measures to compare, and relative difference of the numbers of parameters. The quantiles of fine-tuned versions of a
-model differ by 0.1 interquartile ranges, those of unrelated models by at least 0.38."""
+"""Thresholds for recognising an atlas model: mean difference between quantiles (in interquartile ranges), number of
+measures to compare, and relative difference in the number of parameters. Quantiles of fine-tuned versions of a model
+differ by 0.1 interquartile ranges, those of unrelated models by at least 0.38."""
 DEPTHS: tuple[Third, ...] = ("first", "middle", "last")  # Names of the thirds of the layers
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Distribution of a measure over heads of one model."""
+    """Distribution of a measure over the heads, or over a third of the layers, of one model."""
 
     heads: int  # number of heads with a value
     quantiles: tuple[float, ...]  # values at LEVELS
@@ -91,7 +91,7 @@ class Reference:
     reason: str | None = None  # reason why there are no models
 
     def percentile(self, value: float) -> float | None:
-        """Return the percentage of heads with a smaller value, or None if there are no models.
+        """Return the percentage of atlas heads with a smaller value, or None if there are no models.
 
         Percentages are averaged over the models of each lineage, then over lineages.
         """
@@ -113,7 +113,7 @@ def models() -> tuple[TrainedModel, ...]:
 
 @cache
 def provenance() -> dict[str, list[dict[str, object]]]:
-    """Load the atlas file, with the distributions of each model and how they were measured."""
+    """Load the atlas file: the distributions of each model, and how they were measured."""
     entries: dict[str, list[dict[str, object]]] = json.loads(FILE.read_text(encoding="utf-8"))
     return entries
 
@@ -125,7 +125,7 @@ def model_of(entry: Mapping[str, object]) -> TrainedModel:
 
 @lru_cache(1024)  # called for every head of a page
 def reference(measure: str, depth: Third, subject: Subject) -> Reference:
-    """Return the comparable atlas models and their distributions at this depth, or the reason why there are none."""
+    """Return the atlas models comparable to `subject` and their distributions of a measure, or why there are none."""
     if not any(measure in model.measures for model in models()):
         return Reference(reason=f"the atlas lacks {measure}")
     if sized_by := find_measure(measure).sized_by:
@@ -144,7 +144,7 @@ def reference(measure: str, depth: Third, subject: Subject) -> Reference:
 
 
 def _forms_alike(model: TrainedModel, subject: Subject) -> bool:
-    """Return True if both models use the same position encoding and, with RoPE, windows of equal length."""
+    """Return True if `model` and `subject` have equal position encodings and, with RoPE, windows of equal length."""
     return model.positions == subject.positions and (model.positions != "rotary" or model.tokens == subject.tokens)
 
 
@@ -189,7 +189,7 @@ def quantiles(values: Sequence[float]) -> list[float]:
 
 
 def depths(report: Report) -> dict[int, Third]:
-    """Map each layer to `first`, `middle` or `last` third of its part, or to `all` if layers were selected."""
+    """Map each layer to a third of its part (`first`, `middle`, `last`), or to `all` if only some layers were read."""
     if report.settings.layers is not None:
         return {head.layer: "all" for head in report.heads}
     thirds: dict[int, Third] = {}

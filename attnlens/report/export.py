@@ -37,8 +37,8 @@ def summary(
 ) -> Document:
     """Build the summary of a report for a terminal or, if `whole`, for Markdown.
 
-    The Markdown summary contains every measure and note, but no selections. `all_heads` adds all tables, with every
-    head; `verbose` adds how the report was made. `written` lists the files that the command writes.
+    The Markdown summary contains every measure and note, but no selections. `all_heads` adds all tables,
+    including the table of every head; `verbose` adds how the report was made. `written` lists the command's files.
     """
     flags: dict[View, bool] = {"screen": not whole, "markdown": whole, "terminal": all_heads, "verbose": verbose}
     views = [view for view, chosen in flags.items() if chosen]
@@ -139,11 +139,11 @@ ENDINGS = {".json": "json", ".csv": "csv", ".md": "markdown", ".html": "html"}
 
 
 def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, Callable[[], tuple[bytes, str]]]:
-    """Map each picture file to write to a function that draws the picture and returns its bytes and caption.
+    """Map each file to write to a function that draws its picture and returns the picture's bytes and caption.
 
-    A folder gets every picture. A file named after a measure (`weights.symmetry.pdf` or `symmetry.pdf`) or another
-    picture gets this picture; any other file gets the overview. `bare` omits title and notes. Raise UsageError if the
-    picture cannot be drawn or several measures have this name, OutputError if the suffix is not .png, .svg or .pdf.
+    A folder gets every picture. A file named after a picture, such as a measure's (`weights.symmetry.pdf` or
+    `symmetry.pdf`), gets that picture; any other file gets the overview. `bare` omits title and notes. Raise UsageError
+    if the picture cannot be drawn or its name is ambiguous, OutputError if the suffix is not .png, .svg or .pdf.
     """
     from attnlens.report.render.html import encode_picture, file_names, is_file
 
@@ -160,6 +160,6 @@ def drawings(report: Report, target: Path, *, bare: bool = False) -> dict[Path, 
     if picture is None and stem in measure_infos():
         raise UsageError(
             f"{stem} cannot be drawn: the report lacks this measure, or all heads have the same value.",
-            "Choose a measure that varies, or give the file another name to draw the overview.",
+            "Choose a measure that differs between heads, or give the file a different name to draw the overview.",
         )
     return {target: partial(encode_picture, picture or overview(report), target.suffix.lower(), bare=bare)}

@@ -27,7 +27,7 @@ class Report(records.Report):
         A picture named after a measure or panel (`symmetry.pdf`) shows only this measure or panel; any other picture
         shows the overview. The caption is written to a second file (`symmetry.pdf.txt`). `bare` omits title and notes,
         for a paper. Raise OutputError if the suffix is not supported or the file can't be written, UsageError if the
-        picture can't be drawn.
+        picture can't be drawn or its name is ambiguous.
         """
         from attnlens.report import export
         from attnlens.report.pictures.style import FORMATS

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Names = Callable[[int], str]  # Function that names a layer
 SAME = 1e-6  # relative spread up to which values count as equal
 MOST_FILLED = 1024
-"""Maximum number of rows (columns) of a map with empty rows (columns) for missing layers (heads)."""
+"""Most rows or columns that a map can have if it includes empty ones for layers or heads that were not read."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class MeasureMap:
 
     @cached_property
     def present(self) -> Float[np.ndarray, " some"]:
-        """Values that are not NaN, row by row."""
+        """The values that are not NaN, in row-major order."""
         return np.asarray(self.values[~np.isnan(self.values)])
 
     @property
@@ -53,7 +53,7 @@ class MeasureMap:
 
     @property
     def null(self) -> tuple[float, float] | None:
-        """Median over heads of the null's mean, and median of the null's sd; None without a null."""
+        """Medians over heads of the null's mean and of its sd; None without a null."""
         return None if np.isnan(self.null_means).all() else (middle(self.null_means), middle(self.null_sds))
 
     @property
@@ -74,7 +74,7 @@ class MeasureMap:
 
 @dataclass(frozen=True)
 class Written:
-    """Files that a command wrote and read, for use in the commands to run next."""
+    """Files that a command wrote or read, for use in suggestions of commands to run next."""
 
     report: str | None = None  # the report as JSON
     plan: str | None = None  # the plan of ranks
@@ -84,7 +84,7 @@ class Written:
     calibration: tuple[str, ...] = ()  # values of --calibration, as the user typed them
 
     def options(self, *names: str) -> str:
-        """Format the user's options with these names, such as ` --text FILE`; empty if there are none."""
+        """Format those of the named options that the user set, such as ` --text FILE`; "" if none was set."""
         return "".join(f" --{name} {quote(file)}" for name in names for file in getattr(self, name) if file != "-")
 
 
@@ -94,7 +94,7 @@ class Shapes:
     def __init__(self, report: Report, written: Written | None = None) -> None:
         self.report = report
         self.written = written
-        """Files of the command that shows the report; None in Python."""
+        """Files of the command that shows the report; None if no command does."""
         part_of: dict[int, Part] = {head.layer: head.part for head in report.heads}
         order = list(dict.fromkeys(part_of.values()))
         layers = _numbers(part_of, report.coverage.sites, report.settings.layers is None and len(order) == 1)
@@ -103,7 +103,7 @@ class Shapes:
         self.parts: tuple[Part, ...] = tuple(part_of.get(layer, order[0]) for layer in self.layers)
         """Part of the model to which each layer belongs: encoder, decoder, cross, …"""
         self.heads: tuple[int, ...] = _numbers({head.head for head in report.heads}, 0, report.settings.heads is None)
-        """Numbers of the heads."""
+        """Numbers of the heads, within their layers."""
         self.layer_names = tuple(map(report.model.layer_name, self.layers))
         """Displayed names of the layers: numbers, or `decoder.2` in models with several parts."""
         self.layer_numbers = tuple(map(report.model.layer_number, self.layers))
@@ -113,14 +113,14 @@ class Shapes:
 
     @cached_property
     def readings(self) -> dict[str, MeasureMap]:
-        """Map of each scalar measure that has a value, keyed by name, the most informative first."""
+        """Map of every scalar measure with a value in any head, keyed by measure name, the most informative first."""
         readings = (self._reading(name) for name in self.report.measure_names())
         ordered = sorted((reading for reading in readings if reading.present.size), key=_informativeness)
         return {reading.name: reading for reading in ordered}
 
     @cached_property
     def curves(self) -> dict[str, list[tuple[int, Float[np.ndarray, " steps"]]]]:
-        """Name of each curve → (row of the layer in `layers`, curve) of each head that has the curve."""
+        """Name of a curve → (row of the layer in `layers`, values) for each head that has the curve."""
         result: dict[str, list[tuple[int, Float[np.ndarray, " steps"]]]] = {}
         for head in self.report.heads:
             for name, curve in head.curves.items():
@@ -138,7 +138,7 @@ class Shapes:
 
     @cached_property
     def cells(self) -> tuple[list[int], list[int]]:
-        """Rows and columns of the report's heads in the maps."""
+        """Row and column indices of the report's heads in the maps."""
         heads = self.report.heads
         return [self._row[head.layer] for head in heads], [self._column[head.head] for head in heads]
 
@@ -201,7 +201,7 @@ def describe_measure(report: Report, name: str) -> MeasureInfo:
 
 
 def group_of(info: MeasureInfo) -> str:
-    """Return the heading of a measure's group: its source, and its space if it has one."""
+    """Return the heading under which a measure is grouped: its source and, if it has one, its space."""
     source = source_of(info.name)
     return f"{source}, {info.space}" if info.space else source
 
@@ -213,7 +213,7 @@ def middle(values: Float[np.ndarray, "layers heads"]) -> float:
 
 
 def alternate_sources(names: Iterable[str]) -> list[str]:
-    """Order names so that their sources alternate: the first name of each source, then the second of each, …"""
+    """Order measure names so that sources alternate: the first name of each source, then the second of each, …"""
     sources: dict[str, list[str]] = {}
     for name in names:
         sources.setdefault(source_of(name), []).append(name)
@@ -231,7 +231,7 @@ def _informativeness(reading: MeasureMap) -> tuple[bool, bool, bool, bool, bool,
 
 
 def _numbers(present: Iterable[int], expected: int, fill: bool) -> tuple[int, ...]:
-    """Sort the numbers; if `fill`, include all from 0 on (at least `expected`), unless more than MOST_FILLED."""
+    """Sort the numbers; if `fill`, add all others below the largest or `expected`, unless that exceeds MOST_FILLED."""
     numbers = sorted(set(present))
     size = max([expected, *(number + 1 for number in numbers)])
     return tuple(range(size)) if fill and numbers and size <= MOST_FILLED else tuple(numbers)

@@ -140,17 +140,17 @@ def test_a_small_significant_difference_is_called_slight_with_its_size() -> None
     assert strong.startswith("8 of 8 heads are more symmetric than chance (")
     assert "8 heads are above 0.5." in strong
     rank = answer("weights.effective_rank", 30.622, 31.301, 0.038)
-    assert "slightly lower rank than chance: in the median 2.2 % lower." in rank
+    assert "slightly lower rank than chance: median 2.2 % lower." in rank
     assert "Median effective rank 30.6; chance for one head 31.30 (sd 0.04)." in rank
-    assert "are of lower rank than chance: in the median 50 % lower." in answer("weights.effective_rank", 8, 16, 0.1)
+    assert "are of lower rank than chance: median 50 % lower." in answer("weights.effective_rank", 8, 16, 0.1)
 
 
 @pytest.mark.parametrize(
     ("inputs", "projected", "verdict"),
     [
-        (0.9, 0.9, "Yes: 8 of 8 heads are closer to the SVM than chance on the inputs"),
-        (0.9, 0.1, "Partly: 8 of 8 heads are closer to the SVM than chance on the inputs; none of 8 heads is closer"),
-        (0.1, 0.1, "Not shown: none of 8 heads is closer to the SVM than chance on the inputs"),
+        (0.9, 0.9, "Yes: 8 of 8 heads are closer to the SVM than expected by chance on the inputs"),
+        (0.9, 0.1, "Partly: 8 of 8 heads are closer to the SVM than expected by chance on the inputs; none of 8 heads"),
+        (0.1, 0.1, "Not shown: none of 8 heads is closer to the SVM than expected by chance on the inputs"),
     ],
 )
 def test_the_selection_has_a_verdict_over_both_spaces(inputs: float, projected: float, verdict: str) -> None:

@@ -172,7 +172,7 @@ def test_a_model_without_a_head_is_described_by_its_hidden_states():
     text = flowing(report)
     assert not absent(
         text,
-        f"hidden states to the original's is {1 / 4.28:.3f}.",
+        f"hidden states and the original's is {1 / 4.28:.3f}.",
         f"loss, perplexity, KL, top-1: {swap_reports.HEADLESS}",
     )
     assert "perplexity KL" not in text.split("No value")[0]

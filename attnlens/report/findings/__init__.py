@@ -26,7 +26,7 @@ COMMANDS = 2  # Maximum number of commands shown
 
 
 def show_again(shapes: Shapes) -> str:
-    """Return options of `attnlens report` that show more of a report than its summary; empty if there is no more."""
+    """Return the option of `attnlens report` that shows more than the report's summary; "" if there is nothing more."""
     report = shapes.report
     if report.kind == "doctor":
         return "--table" if any(each.verdict == "differs" for each in report.backends or []) else ""
@@ -43,7 +43,7 @@ def find(shapes: Shapes) -> list[Finding]:
 
 
 def next_commands(shapes: Shapes) -> list[str]:
-    """Return at most COMMANDS commands to run next, and a command that shows more of the report if it was saved."""
+    """Return at most COMMANDS commands to run next and, if the report was saved, a command that shows more of it."""
     commands = list(dict.fromkeys(KINDS[shapes.report.kind][1](shapes)))[:COMMANDS]
     written, options = shapes.written, show_again(shapes)
     if written is not None and written.report is not None and not written.shown and options:
@@ -52,7 +52,7 @@ def next_commands(shapes: Shapes) -> list[str]:
 
 
 def advise_saving(shapes: Shapes) -> str:
-    """Return the advice to save the result of a long command; empty if no advice is needed."""
+    """Return advice to save the result of a long command; "" if the command is short or the result was saved."""
     report, written, options = shapes.report, shapes.written, show_again(shapes)
     if written is None or report.kind in ("inspection", "doctor"):
         return ""

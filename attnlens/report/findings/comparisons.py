@@ -1,4 +1,4 @@
-"""Findings of comparisons: differences between two models, their causes, the changed heads, and the effect.
+"""Findings of comparisons: differences between two models, their causes, changed heads, and changed predictions.
 
 A change is `named` if it is significant at the report's false-discovery rate and large enough to matter.
 """
@@ -30,12 +30,12 @@ from attnlens.wording import (
 
 Place = tuple[int, int]  # Sequential number of a layer, and number of a head in this layer
 LARGE_KL, LEAST_AGREEMENT = 0.01, 0.99
-"""An effect is notable from this mean KL (in nats) on, or below this share of equal top predictions."""
+"""Changed predictions are notable from this mean KL (in nats) up, or below this share of equal top predictions."""
 MOST_HEADS = 4  # Maximum number of changed heads whose names are printed
 
 
 def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield findings on the differences between two models, their causes, the changed heads, and the effect."""
+    """Yield findings on how two models differ, the causes, the changed heads, and the changed predictions."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101  # a report of this kind has one
     name = shapes.report.model.layer_name
@@ -106,12 +106,12 @@ class Changes:
 
     @property
     def own(self) -> set[Place]:
-        """Heads whose M changed, or that attend differently to equal inputs."""
+        """Heads whose form M changed, or that attend differently given equal inputs."""
         return self.forms | self.local
 
     @classmethod
     def of(cls, comparison: Comparison) -> Changes:
-        """Classify the heads by the distances between both models' forms M and attention rows."""
+        """Group the changed heads by the distances between the two models' forms M and between their attention rows."""
         rows = {name: [row for row in comparison.rows if row.measure == name] for name in (OWN_ROWS, FORMS, ROWS)}
         own = _places(row for row in rows[OWN_ROWS] if row.named or (row.beyond_rounding and not row.negligible))
         changed = {(head.layer, head.head) for head in comparison.heads if head.relation == "changed"}
@@ -154,7 +154,7 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
 
 
 def _storage(which: str, kind: str) -> str:
-    """State the number type or the quantisation of a model's weights."""
+    """State how the weights of the `first` or `second` model (`which`) are stored: number type or quantisation."""
     return f"{which} model's values fit {kind}" if "float" in kind else f"{which} model is stored as {clean(kind)}"
 
 
@@ -204,7 +204,7 @@ def _describe_cause(cause: DiagnosedCause, name: Names) -> str:
 
 
 def _forms(comparison: Comparison, changes: Changes, name: Names) -> Iterator[str]:
-    """Yield sentences on changed forms M and on heads that changed although M did not, and the notes on forms."""
+    """Yield sentences on heads whose form M changed, heads that changed although M did not, and notes on forms."""
     if changes.forms:
         heads = format_count(len(changes.forms), "head")
         yield f"The query/key form M changed in {heads} ({_join_heads(changes.forms, name)})."
@@ -216,7 +216,7 @@ def _forms(comparison: Comparison, changes: Changes, name: Names) -> Iterator[st
 
 
 def _notes(comparison: Comparison, name: Names) -> Iterator[str]:
-    """Yield the notes that do not concern forms, and a sentence on measures with a value in only one model."""
+    """Yield the notes that do not concern forms M, and a sentence on measures with a value in only one model."""
     yield from (clean(note) for note in comparison.notes if not note.startswith(ON_FORMS))
     lone = [row for row in comparison.rows if (row.before is None) != (row.after is None)]
     lone = [row for row in lone if not row.measure.startswith(DISTANCE)]
@@ -230,16 +230,15 @@ def _join_heads(heads: set[Place], name: Names) -> str:
 
 
 DISTANCES = {
-    OWN_ROWS: ("Attention", "KL {} nats", "KL of the attention rows if the head's block gets the same hidden states."),
+    OWN_ROWS: ("Attention", "KL {} nats", "KL of the attention rows if both blocks get the same hidden states."),
     FORMS: ("M", "‖ΔM‖/‖M‖ {}", ""),
     ROWS: ("Attention", "KL {} nats", "KL of the attention rows, including the effect of earlier blocks."),
 }
-"""Distances by which the changed heads can be sorted, in order of preference → what differs, the format of a value, and
-an explanation."""
+"""Distance by which heads are sorted, most preferred first → what differs, format of a value, and explanation."""
 
 
 def _most_changed(comparison: Comparison, changes: Changes) -> list[MeasureChange]:
-    """Return the changed heads' rows for the first of DISTANCES with a positive value, largest first."""
+    """Return the changed heads' rows for the first of DISTANCES that is not 0 for all of them, largest first."""
     for measure in DISTANCES:
         rows = [row for row in comparison.rows if row.measure == measure and row.delta]
         named = _places(row for row in rows if row.named)
@@ -267,7 +266,7 @@ def _changed_heads(comparison: Comparison, changes: Changes, name: Names) -> Fin
 
 
 def _predictions(comparison: Comparison) -> Iterator[Finding]:
-    """Yield a finding on the change of the loss, predictions or hidden states, if any of these is known."""
+    """Yield a finding on the change in the loss, predictions or hidden states, if any of these is known."""
     if (outcome := comparison.outcome) is None:
         return
     if outcome.diverged:

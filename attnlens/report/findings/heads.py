@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 SPACES = {"selection.svm_cosine": "on the inputs", "selection.projected_svm_cosine": "on queries and keys"}
-"""Measure of the cosine between a head and its SVM → space in which the SVM is computed."""
+"""Measure (cosine similarity of a head and its SVM) → space in which the SVM is computed."""
 SEPARATED = {
     "selection.svm_cosine": "On the inputs, the SVM separates the hidden states that the module reads.",
     "selection.projected_svm_cosine": "On queries and keys, the SVM separates the keys.",
 }
-"""Measure of the cosine between a head and its SVM → sentence on the vectors that the SVM separates."""
+"""Measure (cosine similarity of a head and its SVM) → sentence on the vectors that the SVM separates."""
 CHANCE = ("weights.symmetry", "weights.definiteness", "weights.effective_rank", *SPACES)
-"""Measures that are tested against their null."""
+"""Measures that are tested against chance, their null distribution."""
 SHARES = {  # Share of the variance of the scores → name of this part, and an explanation in brackets
     "tokens.share_key": ("the key alone", ""),
     "tokens.share_distance": ("position", " (distance)"),
@@ -61,7 +61,7 @@ class HeadTests:
 
     @cached_property
     def signs(self) -> dict[str, Int[np.ndarray, " heads"]]:
-        """Significance by measure and head: 1 if above the reference, −1 if below, 0 if not significant or missing."""
+        """Sign per measure and head: 1 or −1 if significantly above or below chance or the threshold, otherwise 0."""
         from scipy.special import stdtr  # not scipy.stats, whose import takes a third of a second
 
         names = [name for name in (*CHANCE, *THRESHOLD) if name in self.shapes.readings]
@@ -77,7 +77,7 @@ class HeadTests:
         return {name: row.astype(int) for name, row in zip(names, significant, strict=True)}
 
     def _compare(self, name: str) -> tuple[Float[np.ndarray, " heads"], Float[np.ndarray, " heads"], np.ndarray]:
-        """Return each head's difference from the null or threshold, its standard error, and its degrees of freedom."""
+        """Return each head's difference from chance or threshold, its standard error, and its degrees of freedom."""
         report, reading, cells = self.shapes.report, self.shapes.readings[name], self.shapes.cells
         value = reading.values[cells]
         if name in CHANCE:
@@ -91,7 +91,7 @@ class HeadTests:
         return value - HALF, np.where(error > 0, error, np.nan), freedom
 
     def heads(self, name: str, sign: int) -> list[Head]:
-        """Return the heads whose value is significantly above (`sign` 1) or below (−1) the measure's reference."""
+        """Return the heads whose value is significantly above (`sign` 1) or below (−1) chance or the threshold."""
         if name not in self.signs:
             return []
         return [head for head, each in zip(self.shapes.report.heads, self.signs[name], strict=True) if each == sign]
@@ -106,7 +106,7 @@ def _adjust(p: Float[np.ndarray, " tests"]) -> Float[np.ndarray, " tests"]:
 
 
 def findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield findings on the adapter and on QUESTIONS, and medians of the measures that these findings do not cover."""
+    """Yield a finding on any adapter, the answers to QUESTIONS, and medians of measures that these do not cover."""
     tests = HeadTests(shapes)
     questions = (_adapted, *QUESTIONS) if shapes.report.model.adapter is not None else QUESTIONS
     answered = [finding for question in questions if (finding := question(tests)) is not None]
@@ -129,7 +129,7 @@ def _adapted(tests: HeadTests) -> Finding | None:
 
 
 def _symmetric(tests: HeadTests) -> Finding | None:
-    """Compare each head's symmetry with chance, and count the heads that are more definite than chance."""
+    """Count the heads that are more symmetric, antisymmetric or definite than expected by chance."""
     name = "weights.symmetry"
     if (reading := tests.shapes.readings.get(name)) is None or reading.null is None:
         return None
@@ -164,7 +164,7 @@ def _symmetric(tests: HeadTests) -> Finding | None:
         parts = [f"{count} {sign}" for sign, count in counts.items() if count]
         if reading.present.size == 1:
             parts = [sign for sign, count in counts.items() if count]
-        evidence += f" More definite than chance: {', '.join(parts)}."
+        evidence += f" Definite beyond chance: {', '.join(parts)}."
     measures = [name, "weights.definiteness"]
     return _finding("Symmetric?", answer, evidence, measures, notable=bool(marked))
 
@@ -223,13 +223,13 @@ def _low_rank(tests: HeadTests) -> Finding | None:
         shares = [value / chance for value, chance in _pair_with_null(below, name)]
         lower = 1 - float(np.median(shares))
         degree = "slightly " if lower < SLIGHTLY_LOWER else ""
-        size = f": {'' if len(below) == 1 else 'in the median '}{100 * lower:.2g} % lower"
+        size = f": {'' if len(below) == 1 else 'median '}{100 * lower:.2g} % lower"
     answer = f"{_format_share(below, reading)} of {degree}lower rank than chance{places}{size}."
     return _finding("Low rank?", answer, evidence, [name, "tokens.logit_rank90"], notable=bool(below))
 
 
 def _like_svm(tests: HeadTests) -> Finding | None:
-    """Compare each head's cosine to its max-margin SVM with the cosine of randomly rotated heads."""
+    """Count the heads that are closer to their max-margin SVM than randomly rotated heads are to theirs."""
     names = [name for name in SPACES if name in tests.signs and tests.shapes.readings[name].null is not None]
     if not names:
         return None
@@ -238,14 +238,15 @@ def _like_svm(tests: HeadTests) -> Finding | None:
         reading, above = tests.shapes.readings[name], tests.heads(name, 1)
         rises = [value - chance for value, chance in _pair_with_null(above, name)]
         degree = "slightly " if rises and float(np.median(rises)) < SLIGHT else ""
-        parts.append(f"{_format_share(above, reading)} {degree}closer to the SVM than chance {SPACES[name]}")
+        closer = f"{degree}closer to the SVM than expected by chance"
+        parts.append(f"{_format_share(above, reading)} {closer} {SPACES[name]}")
         evidence.append(f"{_middle(reading)} {SPACES[name]}, {_null(reading)}")
     median = "Cosine" if len(tests.shapes.report.heads) == 1 else "Median cosine"
     text = f"{median} (1: the SVM) {'; '.join(evidence)}."
     if (decided := tests.shapes.readings.get("selection.decided")) is not None:
         text += f" {_percent(decided)} of the queries give one key at least half of their weight."
         if middle(decided.values) < FEW_DECIDED:
-            text += " The SVM describes so few queries that another choice of windows may change the verdict."
+            text += " The SVM describes so few queries that other windows may lead to a different verdict."
     text = " ".join((text, *(SEPARATED[name] for name in names)))
     shares = [len(tests.heads(name, 1)) / tests.shapes.readings[name].present.size for name in names]
     verdict = "Not shown" if max(shares) == 0 else "Yes" if min(shares) == 1 else "Partly"
@@ -281,7 +282,7 @@ def _finding(question: str, answer: str, evidence: str, measures: list[str], *, 
 
 
 def _format_share(heads: Sequence[Head], reading: MeasureMap) -> str:
-    """State how many of the heads with a value are in `heads`: `8 of 32 heads are`, `None of 32 heads is`."""
+    """Begin a sentence with the number of `heads` among all heads with a value: `8 of 32 heads are`."""
     if reading.present.size == 1:
         return f"The head is{'' if heads else ' not'}"
     return f"{len(heads) or 'None'} of {_count(reading)} {'are' if len(heads) > 1 else 'is'}"
@@ -292,7 +293,7 @@ def _count(reading: MeasureMap) -> str:
 
 
 def _pair_with_null(heads: Sequence[Head], name: str) -> list[tuple[float, float]]:
-    """Return (value, mean of the null) of a measure for each of the heads."""
+    """Return (value, mean of the null) of a measure for each head that has both."""
     measures = [head.measures[name] for head in heads]
     return [(each.value, each.null.mean) for each in measures if each.value is not None and each.null is not None]
 
@@ -302,7 +303,7 @@ def _noun(reading: MeasureMap) -> str:
 
 
 def _middle(reading: MeasureMap, shapes: Shapes | None = None) -> str:
-    """Format the median over heads, with its standard error if the report in `shapes` contains one."""
+    """Format a measure's median over heads, with its standard error if the report in `shapes` contains one."""
     value = middle(reading.values)
     error = None if shapes is None else shapes.report.summary.median_errors.get(reading.name)
     if error:
@@ -327,7 +328,7 @@ def with_error(value: float, error: float) -> str:
 
 
 def _null(reading: MeasureMap) -> str:
-    """Format the null of one head: `chance 0.01 (sd 0.02)`."""
+    """Format the medians over heads of the null's mean and sd: `chance for one head 0.01 (sd 0.02)`."""
     mean, sd = reading.null or (0.0, 0.0)
     decimals = _null_decimals(mean, sd)
     scope = "" if reading.present.size == 1 else " for one head"
@@ -342,10 +343,7 @@ def _null_decimals(mean: float, sd: float) -> int:
 
 
 def _places(shapes: Shapes, heads: Sequence[Head]) -> str:
-    """Name the heads in brackets; if there are many, name the exceptions or the layers with the largest shares.
-
-    Return "" if there is nothing to name.
-    """
+    """Name in brackets the heads if few, else the exceptions if few, else the layers with the largest shares."""
     counts = Counter(head.layer for head in heads)
     totals = Counter(head.layer for head in shapes.report.heads)
     if not counts or len(shapes.report.heads) == 1:

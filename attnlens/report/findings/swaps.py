@@ -1,4 +1,4 @@
-"""Findings of swaps: the cost of a kernel, and the ranks within a budget.
+"""Findings of swaps: the cost of a kernel, and ranks chosen within a budget.
 
 A cost has a 95 % interval (studentised bootstrap over windows or texts, Student's t for fewer than eight). The loss
 counts as changed if the interval excludes 0.
@@ -26,7 +26,7 @@ NEGLIGIBLE = 0.01  # Share of the original loss below which a rise is negligible
 
 
 def swap_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield findings on the plan of ranks, if any, and on the cost of one kernel or the cheapest of several."""
+    """Yield findings on any plan of ranks, and on the cost of the only kernel or on the cheapest of several."""
     report, plan = shapes.report, shapes.report.plan
     if plan is not None:
         yield from _plan_findings(plan)
@@ -47,7 +47,7 @@ def swap_findings(shapes: Shapes) -> Iterator[Finding]:
 
 
 def _cost(swap: Swap, method: str) -> Finding:
-    """State the rise in the loss or, without a loss, the distance from the original predictions or hidden states."""
+    """State the change in the loss or, without a loss, the distance from the original predictions or hidden states."""
     if swap.diverged:
         answer = "The model diverges: its predictions with this kernel are not finite."
         return Finding(question="Cost?", answer=answer, severity="problem", measures=["swap.loss"])
@@ -79,12 +79,12 @@ def _cost(swap: Swap, method: str) -> Finding:
         return Finding(question="Cost?", answer="Unknown: nothing could be compared.", severity="problem")
     bounds = swap.hidden_cosine_ci95
     evidence = "" if bounds is None else f"95 % interval {interval(bounds, 3)}."
-    answer = f"The mean cosine of the last hidden states to the original's is {swap.hidden_cosine:.3f}."
+    answer = f"The mean cosine between the last hidden states and the original's is {swap.hidden_cosine:.3f}."
     return Finding(question="Cost?", answer=answer, evidence=evidence, measures=["swap.hidden_cosine"])
 
 
 def _format_ending(ci95: tuple[float, float] | None, decimals: int, method: str) -> str:
-    """Format the end of a sentence: the 95 % interval, if known, and its method, if not the bootstrap."""
+    """End a sentence with the 95 % interval, if known, and with its method unless that is the bootstrap."""
     if ci95 is None:
         return "."
     few = "" if method == "bootstrap" else f" ({method})"
@@ -109,12 +109,12 @@ def _cheapest(swaps: list[Swap], method: str) -> Finding:
     doubt = f"not clearly cheaper than {join_items(close, 3)}" if close else "its interval lies below all others"
     decimals = loss_decimals([cost])
     answer = f"{clean(best.kernel)}, {doubt}."
-    evidence = f"Change of the loss {format_number(cost.delta, decimals)}{_format_ending(cost.ci95, decimals, method)}"
+    evidence = f"Change in the loss {format_number(cost.delta, decimals)}{_format_ending(cost.ci95, decimals, method)}"
     return Finding(question="Cheapest?", answer=answer, evidence=evidence, measures=["swap.loss"])
 
 
 def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None:
-    """State the size of the cache in bytes per token or, if it shrinks, in numbers per head; else return None."""
+    """State the change in the cache's bytes per token or, if unknown, any fall in its numbers per head."""
     swapped = f"the {coverage.heads} swapped heads of the model's {coverage.model_heads}"
     scope = "all heads of the model" if coverage.heads == coverage.model_heads else swapped
     if (cache := swap.cache_bytes_per_token) is not None:
@@ -134,13 +134,13 @@ def _cache(swap: Swap, length: int | None, coverage: Coverage) -> Finding | None
 
 
 def _recovery(swap: Swap, method: str) -> Finding | None:
-    """State the share of the rise in the loss that training recovers; return None without training or a loss."""
+    """State the share of the rise in the loss that healing recovers; return None without healing or a loss."""
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     if swap.healing is None or len(losses) < 2:
         return None
     first, last = losses[0], losses[-1]
     decimals = loss_decimals([last])
-    evidence = f"Change of the loss {format_number(first.delta, decimals)} → {format_number(last.delta, decimals)}"
+    evidence = f"Change in the loss {format_number(first.delta, decimals)} → {format_number(last.delta, decimals)}"
     evidence += _format_ending(last.ci95, decimals, method)
     if first.delta <= max(0.0, last.delta):
         answer, severity = "Training recovered nothing.", "problem"
@@ -203,16 +203,16 @@ def _alternative(swap: Swap, windows: int | None) -> Finding | None:
     return Finding(
         question="Against simple kernels?",
         answer=f"{'; '.join(clauses)}.",
-        evidence=f"Change of the loss in {UNITS[swap.task]}: {'; '.join(costs)}.",
+        evidence=f"Change in the loss in {UNITS[swap.task]}: {'; '.join(costs)}.",
         severity="problem" if cheaper else "none" if level else "notable",
         measures=["swap.controls"],
     )
 
 
 def _compare_control(loss: Change, control: Control) -> tuple[float, float]:
-    """Return the 95 % interval of the loss with the kernel minus the loss with a control; (−∞, ∞) if unknown.
+    """Return the 95 % interval of the difference in loss, kernel minus control; (−∞, ∞) if unknown.
 
-    For reports of older versions, which lack paired differences, subtract the ends of the two intervals.
+    Without a paired difference (reports of older versions), combine the ends of the two intervals.
     """
     if control.difference is not None and control.difference.ci95 is not None:
         return control.difference.ci95
@@ -222,7 +222,7 @@ def _compare_control(loss: Change, control: Control) -> tuple[float, float]:
 
 
 def _continuations(swap: Swap) -> Finding | None:
-    """State the number of greedy continuations that differ from the original's, and the median agreement in tokens."""
+    """State how many greedy continuations differ from the original model's, and after how many tokens (median)."""
     if (agreement := swap.agreement) is None:
         return None
     differing = agreement.prompts - agreement.never
@@ -239,7 +239,7 @@ def _continuations(swap: Swap) -> Finding | None:
 
 
 def _is_within_budget(plan: Plan) -> bool:
-    """Return True if the plan is within its budget, including the measured interval if no rise was predicted."""
+    """Return True if `plan.within_budget` holds and, without a prediction, the budget covers the measured interval."""
     if (measured := plan.measured) is None:
         return False
     is_sure = plan.promised is not None or measured.ci95 is None or measured.ci95[1] <= plan.budget
@@ -283,7 +283,7 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
 
 
 def _format_cache(cache: Pair) -> str:
-    """Format a change of bytes per token: `4,096 → 2,560 bytes per token, 38 % smaller`; empty if unknown."""
+    """Format a change in cache size: `4,096 → 2,560 bytes per token, 38 % smaller`; "" if unknown."""
     if not cache.before or cache.after is None:
         return ""
     smaller = 1 - cache.after / cache.before
@@ -296,7 +296,7 @@ def _format_interval(rise: Rise, before: str = "") -> str:
 
 
 def _is_unclear(loss: Change) -> bool:
-    """Return True if the interval includes both 0 and rises that are not negligible."""
+    """Return True if the interval of the change includes both 0 and a rise that is not negligible."""
     return not is_change(loss) and loss.ci95 is not None and loss.ci95[1] > NEGLIGIBLE * loss.before
 
 
@@ -333,7 +333,7 @@ def after_swap(shapes: Shapes) -> Iterator[str]:
 
 
 def _cheaper_window(swap: Swap) -> str | None:
-    """Return the kernel of the sink-window control if it costs significantly less than the swap, otherwise None."""
+    """Return the sink-window control of equal size if it costs significantly less than the kernel, otherwise None."""
     for control in swap.controls:
         if control.role == "same size" and control.kernel and swap.loss and _compare_control(swap.loss, control)[0] > 0:
             # if the numbers differ between sites, `sink-window:4,64–68 by layer`, take the smallest
@@ -347,7 +347,7 @@ def _is_exhausted(plan: Plan) -> bool:
 
 
 def plan_file(written: Written) -> str | None:
-    """Return the file, a plan or a report, to which a command wrote the ranks; None without a file."""
+    """Return the plan file or, without one, the report file to which a command wrote the ranks; None without files."""
     return written.plan or written.report
 
 
@@ -370,7 +370,7 @@ def _after_plan(report: Report, plan: Plan, written: Written) -> Iterator[str]:
 
 
 def _windows(report: Report, written: Written, times: int = 1) -> str:
-    """Format the options for `times` as many windows as in the report, with the same length and texts."""
+    """Format options for `times` the report's number of windows, with the report's window length and texts."""
     count = None if report.settings.windows is None else times * report.settings.windows
     parts = ("windows", count, WINDOWS), ("length", report.settings.length, LENGTH)
     windows = "".join(f" --{name} {part}" for name, part, usual in parts if part not in (None, usual))

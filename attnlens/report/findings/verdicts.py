@@ -113,7 +113,7 @@ def _describe_faults(check: BackendCheck, name: Names) -> Iterator[str]:
 
 
 def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
-    """Return the faulty masks, those in PLAIN first, led by `window` if the first `causal` fault is at a past token."""
+    """Return the faulty masks, PLAIN first, led by `window` if the first `causal` fault concerns an earlier token."""
     wrong = [mask for mask in masks if mask.verdict == "differs"]
     causal = next((mask.faults[0] for mask in wrong if mask.mask == "causal" and mask.faults), None)
     is_past = causal is not None and causal.token is not None and causal.token < causal.output
@@ -121,7 +121,7 @@ def _order_faults(masks: Sequence[MaskCheck]) -> list[MaskCheck]:
 
 
 def _describe_error(check: BackendCheck, name: Names) -> str:
-    """Describe the error of a backend's outputs relative to float64, with the reason or the first site that differs."""
+    """State how far a backend's outputs differ from float64, with the reason or the first site that differs."""
     tolerance = check.tolerance or 0
     first = next((site for site in check.sites if site.error is None or site.error > tolerance), None)
     where = "" if first is None else f", first in layer {name(first.layer)} ({clean(first.site)})"
@@ -148,7 +148,7 @@ def after_doctor(shapes: Shapes) -> Iterator[str]:
 
 
 def experiment_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield the verdict on each experiment or, for a series of checkpoints, changes of up to MOST_SERIES measures."""
+    """Yield a verdict on each experiment or, for a series of checkpoints, the changes in up to MOST_SERIES measures."""
     for experiment in shapes.report.experiments:
         if experiment.trajectories:
             curves = [(name, curve.median) for name, curve in experiment.curves.items() if curve.null_of is None]
@@ -204,7 +204,7 @@ def _reference_finding(experiment: Experiment) -> Finding:
 
 
 def _hardening_finding(experiment: Experiment) -> Finding:
-    """State the attention weight of the selected token, e^−KL, for a head and for its SVM."""
+    """State the attention weight e^−KL that a head, and its SVM at the head's norm, give the selected token."""
     kls = [experiment.final.get(name) for name in (SOFT, SOFT_SVM)]
     head, svm = (None if kl is None else f"{100 * math.exp(-kl):.3g} %" for kl in kls)
     scope = "median over the SVM's queries; 100 %: hard selection"
@@ -217,12 +217,12 @@ def _hardening_finding(experiment: Experiment) -> Finding:
 
 
 def _final_cosines(experiment: Experiment) -> dict[str, float | None]:
-    """Map each start of gradient descent, `zero` or `the head`, to the final cosine to the SVM; None if unknown."""
+    """Map each start of gradient descent, `zero` or `the head`, to its final cosine similarity to the SVM, if known."""
     return {name: experiment.final.get(f"correlation, from {name}") for name in ("zero", "the head")}
 
 
 def _verdict(experiment: Experiment) -> str:
-    """Return `Yes` if gradient descent always reached the SVM, `Not yet` if the cosine still rises, otherwise `No`."""
+    """Return `Yes` if gradient descent reached the SVM from every start, `Not yet` if it still nears it, else `No`."""
     ends = {name: value for name, value in _final_cosines(experiment).items() if value is not None}
     left = [name for name, value in ends.items() if value <= REACHED]
     if ends and not left:
@@ -232,14 +232,14 @@ def _verdict(experiment: Experiment) -> str:
 
 
 def _rises(curve: Curve) -> bool:
-    """Return True if the second half of the steps raised the value by more than RISING."""
+    """Return True if the curve rises by more than RISING over the second half of the steps."""
     before = [value for step, value in zip(curve.steps, curve.median, strict=True) if step <= curve.steps[-1] / 2]
     last, middle = curve.median[-1], before[-1] if before else None
     return last is not None and middle is not None and last - middle > RISING
 
 
 def _head_finding(experiment: Experiment) -> Finding:
-    """State whether gradient descent on a head's selection problem reaches the SVM, and the head's own cosine."""
+    """State whether gradient descent on a head's selection problem reaches the SVM, and how close the head is."""
     starts = {"zero": "from zero", "the head": "from the head's own weights"}
     reached = [f"{value:.3f} {starts[name]}" for name, value in _final_cosines(experiment).items() if value is not None]
     verdict = _verdict(experiment)
@@ -255,8 +255,8 @@ def _head_finding(experiment: Experiment) -> Finding:
     answer = f"{verdict}: {end[verdict]} {join_items(reached)}."
     return Finding(
         question=f"{clean(experiment.name).capitalize()}: does descent reach its SVM?",
-        answer=answer if reached else "Unknown: gradient descent ended without a cosine to the SVM.",
-        evidence=f"The pretrained head itself, which `inspect` judges, has {NO_VALUE if own is None else short(own)} "
+        answer=answer if reached else "Unknown: the final cosine to the SVM has no value.",
+        evidence=f"Cosine of the pretrained head, which `inspect` judges: {NO_VALUE if own is None else short(own)} "
         f"(1: its SVM).{tokens}",
         severity="none" if verdict == "Yes" else "notable",
         measures=["selection.svm_cosine"],
@@ -264,7 +264,7 @@ def _head_finding(experiment: Experiment) -> Finding:
 
 
 def after_experiments(shapes: Shapes) -> Iterator[str]:
-    """Yield commands that follow up experiments on a head, on checkpoints, or on synthetic data."""
+    """Yield commands to run after experiments on a head, on checkpoints, or on synthetic data."""
     report = shapes.report
     model, experiments = model_argument(report), report.experiments
     heads = [each for each in experiments if CORRELATION in each.final]
@@ -289,7 +289,7 @@ def after_experiments(shapes: Shapes) -> Iterator[str]:
 
 
 def study_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield one finding per task on the best cell and the number of pairs of cells ordered as published."""
+    """Yield one finding per task: the best cell (attention variant), and how many pairs are ordered as published."""
     for study in shapes.report.studies:
         for task in study.tasks:
             cells = [cell for cell in study.cells if cell.task == task.name and cell.mean is not None]
@@ -303,7 +303,7 @@ def study_findings(shapes: Shapes) -> Iterator[Finding]:
 
 
 def _state_order(study: StudyTable, task: str) -> str:
-    """State how many pairs of cells are ordered as published; return "" without published numbers."""
+    """State how many pairs of cells (attention variants) are ordered as published; "" without published numbers."""
     for order in study.orderings:
         if order.task == task:
             total = order.agree + order.disagree + order.undecided
@@ -315,7 +315,7 @@ def _state_order(study: StudyTable, task: str) -> str:
 
 
 def after_studies(shapes: Shapes) -> Iterator[str]:
-    """Yield the command that repeats the first study with twice as many seeds, reusing finished runs."""
+    """Yield the command that extends the first study to twice as many seeds; it reuses finished runs."""
     for study in shapes.report.studies[:1]:
         seeds = 2 * max((len(cell.runs) for cell in study.cells), default=1)
         yield f"attnlens reproduce {clean(study.name)} --scale {clean(study.scale)} --seeds {seeds}"

@@ -28,7 +28,7 @@ KINDS: dict[Kind, tuple[Callable[..., Figure], Callable[[Report], list[Panel]], 
     "experiments": (series.experiment_overview, series.experiment_panels, "curves of the experiments"),
     "studies": (series.study_overview, series.study_panels, "results and learning curves"),
 }
-"""Kind of report → function that draws the overview, function that builds the panels, description of the overview."""
+"""Kind of report → function that draws the overview, function that builds the other panels, and alternative text."""
 
 
 def list_pictures(shapes: Shapes) -> list[Picture]:

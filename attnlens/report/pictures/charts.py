@@ -70,7 +70,7 @@ def grid_of(places: Sequence[Place], values: Iterable[float | None]) -> HeadGrid
 
 
 def heat_map(axes: Axes, grid: HeadGrid, colours: Colours, label: str = "", number: Names = str) -> Colorbar:
-    """Draw a map with the first layer at the top and missing values hatched; return the labelled colour bar."""
+    """Draw a map with the first layer at the top and missing values hatched; return its colour bar."""
     colour_map, norm, extend = colours
     masked = np.ma.masked_invalid(grid.values)
     image = axes.imshow(masked, cmap=colour_map, norm=norm, aspect="auto", interpolation="nearest", zorder=1)
@@ -123,7 +123,7 @@ def mark_cells(axes: Axes, cells: Bool[np.ndarray, "layers heads"], colour: str,
 
 
 def write_cells(axes: Axes, texts: Mapping[tuple[int, int], str], grid: HeadGrid, colours: Colours) -> None:
-    """Write texts, keyed by (row, column), into the cells of a map, in black or white depending on the colour."""
+    """Write texts, keyed by (row, column), into a map's cells, in black or white depending on the cell's colour."""
     colour_map, norm, _ = colours
     for (row, column), text in texts.items():
         luma = np.dot(colour_map(norm(grid.values[row, column]))[:3], (0.299, 0.587, 0.114))
@@ -132,7 +132,7 @@ def write_cells(axes: Axes, texts: Mapping[tuple[int, int], str], grid: HeadGrid
 
 
 def label_indices(axis: Axis, names: Sequence[int] | Sequence[str]) -> None:
-    """Label the rows or columns of an axis with as many of the names as there is room for."""
+    """Label a map's rows or columns along an axis, with as many of their names as there is room for."""
     axis.set_major_locator(style.IndexTicks(len(names)))
     axis.set_major_formatter(FuncFormatter(lambda place, _: str(names[round(place)])))
 
@@ -163,8 +163,8 @@ def fan_chart(
 ) -> None:
     """Draw one thin line per head in the colour of its layer.
 
-    `lines` are (row of the layer, points), and `layers` is the number of rows. `opacity` contains the total over all
-    lines, and the minimum and maximum for a single line.
+    `lines` contains (row of the layer, points) pairs, and `layers` is the number of rows. `opacity` contains the sum
+    over all lines, and the minimum and maximum for a single line.
     """
     if not lines:
         return
@@ -198,7 +198,7 @@ def draw_over(
     label: str = "",
     marker: str = "",
 ) -> None:
-    """Draw a line with a solid white border, so that the line stands out against others."""
+    """Draw a line with a solid white border that makes it stand out against other lines."""
     axes.plot(*points, color="white", linewidth=width + 1.2, zorder=2)
     look: style.Style = {"color": colour, "linestyle": dash, "linewidth": width, "marker": marker, "markersize": 2.6}
     axes.plot(*points, zorder=3, label=label, **look)
@@ -218,7 +218,7 @@ class Dot:
 
 
 def dot_plot(axes: Axes, rows: Sequence[Collection[Dot]], names: Sequence[str] | None = None) -> None:
-    """Draw rows of dots with their intervals, from the top down, and label the rows with `names`."""
+    """Draw rows of dots with their intervals, the first row at the top, and label the rows with `names`."""
     for row, dot in ((row, dot) for row, dots in enumerate(rows) for dot in dots):
         if dot.value is None:
             place: style.Style = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
@@ -242,13 +242,13 @@ TITLE, FACTS, FOOTNOTE = 66, 155, 170  # characters that fit into an overview's 
 MARGIN = 0.08  # inches free above a single picture
 BESIDE = 0.3  # inches of a panel's width that its title and note leave free
 TITLE_PER_INCH, NOTE_PER_INCH, CAPTION_PER_INCH = 14, 18, 18.5
-"""Characters per inch in a panel's title, in its note, and in a caption."""
+"""Number of characters that fit into an inch of a panel's title, of its note, and of a caption."""
 LINE = 0.128  # inches per line of a caption
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Chart for a page or for a separate file, with its texts and size."""
+    """Chart with its texts and size, drawn on a page with other charts or in a separate file."""
 
     stem: str  # file name without suffix
     title: str  # title above the chart
@@ -272,12 +272,12 @@ class Row:
 
     @property
     def total(self) -> float:
-        """Height of the axes, axis labels, titles and heading, in inches."""
+        """Total height of the axes, axis labels, titles and heading, in inches."""
         return self.height + AROUND + HEADING * bool(self.heading)
 
 
 def model_facts(report: Report) -> list[str]:
-    """Format the model's architecture and size."""
+    """Return the model's architecture and number of parameters as texts."""
     model = report.model
     return [clean(model.architecture), f"{big(model.parameters)} parameters" if model.parameters else ""]
 
@@ -304,7 +304,7 @@ def caption_panels(
 
 
 def _explain_measures(report: Report, names: Collection[str]) -> list[str]:
-    """Explain the nulls and the symbols of these measures."""
+    """Return sentences that explain the nulls of these measures and the symbols in their formulas."""
     nulls = {name for head in report.heads for name, measure in head.measures.items() if measure.null is not None}
     nulls |= {name for experiment in report.experiments for name in names if experiment.null(name) is not None}
     infos = [find_measure(name) for name in sorted(nulls.intersection(names))]
@@ -374,7 +374,7 @@ def _letter(rows: Sequence[Row]) -> list[Row]:
 
 
 def panel_figure(report: Report, panel: Panel, *, bare: bool = False) -> Figure:
-    """Draw a panel or its parts, with a caption below unless `bare`; the figure's label is the full caption."""
+    """Draw a panel or its parts, with a short caption below unless `bare`; the figure's label is the full caption."""
     parts = panel.parts or [panel]
     facts = filter(None, [report.model.title, *model_facts(report), clean(report.settings.input_summary)])
     rows = arrange(parts, min(3, len(parts)), float(np.clip(0.2 * parts[0].rows, 2.0, 8.0)))
@@ -437,7 +437,7 @@ def _remove_title(panel: Panel) -> Panel:
 
 
 def _bare_panel(panel: Panel, ambiguous: bool) -> Panel:
-    """Remove a panel's note; if other panels have the same title (`ambiguous`), add the source to the title."""
+    """Remove a panel's note; if other panels share its title (`ambiguous`), add the measure's source to the title."""
     return replace(panel, note="", title=f"{panel.title} ({source_of(panel.stem)})" if ambiguous else panel.title)
 
 
@@ -466,7 +466,7 @@ def _drop_wide_numbers(figure: Figure) -> None:
 
 
 def _draw_rows(figure: Figure, rows: Sequence[Row], above: float, below: float, *, bare: bool = False) -> None:
-    """Draw the rows of panels, with `above` inches free at the top of the figure and `below` inches at the bottom."""
+    """Draw rows of panels, leaving `above` inches free at the top of the figure and `below` inches at the bottom."""
     side = BARE_SIDE if bare else SIDE
     width, height = figure.get_size_inches()
     above_axes: style.Style = {"xycoords": "axes fraction", "textcoords": "offset points", "in_layout": False}

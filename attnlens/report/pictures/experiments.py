@@ -43,7 +43,7 @@ def comparison_overview(report: Report, *, bare: bool = False) -> Figure:
 
 
 def comparison_panels(report: Report) -> list[Panel]:
-    """Build up to two panels: a map of the most informative distance between heads, and a volcano plot of measures."""
+    """Build up to two panels: the most informative distance between the models' heads, and a volcano plot."""
     comparison = report.comparison
     if comparison is None or not comparison.rows:
         return []
@@ -69,7 +69,7 @@ def comparison_panels(report: Report) -> list[Panel]:
 
 
 def draw_differences(axes: Axes, comparison: Comparison, name: str, number: Names = str) -> None:
-    """Draw a map of a distance between two models' heads; dots mark significant changes large enough to matter."""
+    """Draw a map of a distance between two models' heads; dots mark changes that are significant and not negligible."""
     rows = {(row.layer, row.head): row for row in comparison.rows if row.measure == name and (row.delta or 0) > 0}
     places = [(head.layer, head.head, head.part) for head in comparison.heads]
     changes = [rows.get(place[:2]) for place in places]
@@ -86,7 +86,7 @@ def draw_differences(axes: Axes, comparison: Comparison, name: str, number: Name
 
 
 def draw_volcano(axes: Axes, comparison: Comparison) -> None:
-    """Draw one dot per head and measure: size of the change (x) and significance of the change (y)."""
+    """Draw one dot per head and measure: the change (x, in interquartile ranges) and its significance (y)."""
     sizes = effect_sizes(comparison)
     sources = dict.fromkeys(source_of(name) for name in sizes)
     for source, colour in zip(sources, (style.CATEGORIES[0], style.CATEGORIES[2], *style.CATEGORIES[4:]), strict=False):
@@ -147,7 +147,7 @@ def _task_panels(study: StudyTable, task: StudyColumn) -> Iterator[Panel]:
 
 
 def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
-    """Draw one row per cell with the results of all seeds, mean ± standard error, and the published result."""
+    """Draw one row per cell (attention variant): result of each seed, mean ± standard error, and published result."""
     factor = 100.0 if task.metric == "accuracy" else 1.0
     rows = []
     for row, cell in enumerate(cells):
@@ -175,7 +175,7 @@ def draw_results(axes: Axes, task: StudyColumn, cells: list[StudyCell]) -> None:
 
 
 def draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Float[np.ndarray, " steps"]]]) -> None:
-    """Draw one line per cell; `lines` are (name, steps, values)."""
+    """Draw one line per cell (attention variant); `lines` contains (name, steps, values)."""
     axes.set_prop_cycle(color=len(DASHES) * style.CATEGORIES, linestyle=np.repeat(DASHES, len(style.CATEGORIES)))
     for name, steps, values in lines:
         axes.plot(steps, values, lw=1.1, label=shorten_line(clean(name), NAME))
@@ -192,7 +192,7 @@ FARTHEST = 3.0  # deviation from the reference, in tolerances, from which a valu
 
 
 def experiment_overview(report: Report, *, bare: bool = False) -> Figure:
-    """Draw the panels on one page; if heads are tracked over steps, draw only the first MOST panels."""
+    """Draw the panels on one page, at most MOST panels of curves if heads are tracked over steps."""
     panels = experiment_panels(report)
     followed = any(experiment.trajectories for experiment in report.experiments)
     curves = [panel for panel in panels if panel.stem != COMPARED][: MOST if followed else None]
@@ -207,7 +207,7 @@ def experiment_overview(report: Report, *, bare: bool = False) -> Figure:
 
 
 def experiment_panels(report: Report) -> list[Panel]:
-    """Build the panels of each experiment's curves or trajectories, and one that compares values with references."""
+    """Build panels of each experiment's curves or trajectories, and a panel that compares values with references."""
     panels: list[Panel] = []
     for experiment in report.experiments:
         if experiment.trajectories:
@@ -286,7 +286,7 @@ def _trajectories(experiment: Experiment, name: str) -> list[Trajectory]:
 
 
 def _limits(experiment: Experiment, name: str) -> tuple[float, float, bool] | None:
-    """Return the smallest and largest value to show, and True for a logarithmic axis; None if there are no values."""
+    """Return the smallest and largest value to show, and whether the axis is logarithmic; None without values."""
     middle = as_array(experiment.curves[name].median)
     values = np.concatenate([middle, *(as_array(line.values) for line in _trajectories(experiment, name))])
     values = values[np.isfinite(values)]
@@ -319,7 +319,7 @@ def _curve_panels(experiment: Experiment) -> Iterator[Panel]:
     for picture, curves in groups(experiment).items():
         names = [experiment.name, *([picture] if len(experiment.curves) > 1 and picture else [])]
         banded = any(curve.low is not None for curve in curves.values())
-        below = "Not shown: values of 0 or below 1e−16 of the largest." * _least_shown(curves)[1]
+        below = "Not shown: values of 0, and values below 1e−16 times the largest." * _least_shown(curves)[1]
         sentences = [experiment.question, "Lines: median, bands: first to third quartile." * banded, below]
         caption = clean(" ".join(filter(None, [*sentences, f"({facts})" if facts else ""])))
         note = "median, quartiles" if banded and len(curves) == 1 else ""
@@ -364,7 +364,7 @@ def draw_curves(axes: Axes, *, experiment: Experiment, curves: dict[str, Curve])
 
 
 def _least_shown(curves: Mapping[str, Curve]) -> tuple[float | None, bool]:
-    """Return the least value on a logarithmic axis (None for a linear axis), and True if smaller values are hidden."""
+    """Return the least value of a logarithmic axis (None for a linear axis), and whether smaller values are hidden."""
     values = _finite_values(curves)
     above = values[values > 0]
     if any(curve.bounded for curve in curves.values()) or 2 * above.size <= values.size or np.any(values < 0):
@@ -383,7 +383,7 @@ def _finite_values(curves: Mapping[str, Curve]) -> Float[np.ndarray, " values"]:
 
 
 def _compared_panels(report: Report) -> list[Panel]:
-    """Build a list with the panel that compares values with references; return [] if no value is tested."""
+    """Return the panel that compares values with references, as a list; [] if no value is tested."""
     figures = [(e, figure) for e in report.experiments for figure in e.final if e.meets(figure) is not None]
     if not figures:
         return []
@@ -391,7 +391,7 @@ def _compared_panels(report: Report) -> list[Panel]:
     worst = sorted(range(len(figures)), key=offsets.__getitem__)
     rows = [figures[number] for number in sorted(worst[:MOST_ROWS])]
     caption = (
-        "Each tested figure: (ours − reference) / tolerance. Shaded: allowed range, open on one "
+        "Each tested value: (ours − reference) / tolerance. Shaded: allowed range, open on one "
         "side for bounds; a line allows only the reference value. At the edge: three tolerances or more."
     )
     left_out = f"; {len(rows)} of {len(figures)} with the largest deviations" * (len(rows) < len(figures))
@@ -400,7 +400,7 @@ def _compared_panels(report: Report) -> list[Panel]:
 
 
 def deviation(experiment: Experiment, figure: str) -> float:
-    """Compute (ours − reference) / tolerance, clipped to ±FARTHEST; return −FARTHEST if our value is missing."""
+    """Compute (our value − reference) / tolerance, clipped to ±FARTHEST; return −FARTHEST if our value is missing."""
     ours = experiment.final.get(figure)
     if ours is None:
         return -FARTHEST

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 SIDE = 40  # number of characters of a formula that fit along the y axis
 WIDE_RANGE = 20.0
-"""Ratio of the largest value to the smallest end of a median curve above which the axis is logarithmic."""
+"""Ratio of the largest value to the smallest final median above which the axis of curves is logarithmic."""
 PART_LINES = ("-", "--", ":")  # line styles of the parts' medians on shared axes
 CELL = 0.42  # side of a cell in inches, if the page has room
 STEPS = 64  # number of colours that the script of a page gets from a colour map
@@ -52,7 +52,7 @@ FURTHEST = 1e300  # Largest absolute value that can be drawn: drawing computes d
 
 
 def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
-    """Format the caption of a map: one line each on meaning, range, null or error, missing values and coverage."""
+    """Format the caption of a map, with lines on meaning, range, null or error, missing values and coverage."""
     present, lines = reading.present, []
     if not reading.labels:
         least, most = (style.typeset(float(end), decimals_for(present)) for end in (present.min(), present.max()))
@@ -84,7 +84,7 @@ def _caption(shapes: Shapes, info: MeasureInfo, lines: Sequence[str]) -> str:
 
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:
-    """Describe the median and quartile lines; return "" if the model has several parts, because these have a legend."""
+    """Describe the median and quartile lines; return "" if the model has several parts, which have a legend instead."""
     first, *others = groups_by_part(shapes, name)
     heads, steps = first.complete.shape
     some = f"black: median, quartiles of {heads} of {len(first.curves)} heads, ≥ {steps} steps"
@@ -92,7 +92,7 @@ def short_curve_caption(shapes: Shapes, name: str) -> str:
 
 
 def short_caption(reading: MeasureMap) -> str:
-    """Format the null as mean ± sd or, without a null, the number of inputs and the median standard error."""
+    """Format the null as mean ± sd or, without a null, `not identified`, the number of inputs, and the median error."""
     if reading.null is not None:
         decimals = decimals_for(reading.null[1:] if reading.null[1] else reading.null, figures=2)
         mean, sd = (style.typeset(number, decimals) for number in reading.null)
@@ -106,7 +106,7 @@ def short_caption(reading: MeasureMap) -> str:
 
 
 def layout_line(shapes: Shapes) -> str:
-    """Format the numbers of layers and heads, and the coverage: `4 layers × 8 heads · COMPLETE: 32 of 32 heads`."""
+    """Format the layers, the heads per layer, and the coverage: `4 layers × 8 heads · COMPLETE: 32 of 32 heads`."""
     layers, heads = format_count(len(shapes.layers), "layer"), format_count(len(shapes.heads), "head")
     return f"{layers} × {heads}{state_whole(shapes.report)} · {clean(shapes.report.coverage.sentence)}"
 
@@ -117,7 +117,7 @@ def heading(info: MeasureInfo) -> str:
 
 
 def heading_of_shares(shapes: Shapes, whole: str) -> str:
-    """Format the name of a set of measures that sum to 1; add `(not identified)` if this applies to any of them."""
+    """Format the name of a set of measures that sum to 1; add `(not identified)` if any of them is not identified."""
     unsure = any(shapes.info(name).identified == "nowhere" for name in shapes.shares[whole])
     return title_of(whole) + " (not identified)" * unsure
 
@@ -127,7 +127,7 @@ def shares_caption(shapes: Shapes, whole: str) -> str:
     names = shapes.shares[whole]
     labels = [label for label, _ in named_parts(names)]
     parts = [f"{label}: {shapes.info(name).meaning}" for label, name in zip(labels, names, strict=True)]
-    return f"One line per head, sorted within a layer; the parts sum to 1. {'; '.join(parts)}."
+    return f"One bar per head, sorted within a layer; the parts sum to 1. {'; '.join(parts)}."
 
 
 def source_heading(shapes: Shapes, name: str) -> str:
@@ -137,7 +137,7 @@ def source_heading(shapes: Shapes, name: str) -> str:
 
 
 def head_panels(shapes: Shapes) -> list[Panel]:
-    """Build the panels for separate files: measures that differ between heads, curves, and margins of selections.
+    """Build the panels for separate files: maps of measures that differ between heads, curves, and selection margins.
 
     Raise UsageError if the report contains no measures or curves, or if a value is too large to draw.
     """
@@ -163,7 +163,7 @@ def head_panels(shapes: Shapes) -> list[Panel]:
 
 
 def map_panel(shapes: Shapes, name: str, note: str, *, numbers: bool = False) -> Panel:
-    """Build the panel of a measure's map; with `numbers`, write the values into the cells if they fit."""
+    """Build the panel of a measure's map; with `numbers`, its cells show the values if all of them fit."""
     reading = shapes.readings[name]
     width = float(np.clip(CELL * len(shapes.heads), 3.4, 8))
     draw = partial(draw_map, shapes=shapes, reading=reading, numbers=numbers)
@@ -225,7 +225,7 @@ def scale(reading: MeasureMap) -> Colours:
 
 
 def palette(reading: MeasureMap) -> dict[str, object]:
-    """Return a map's colours and limits for the script of a page."""
+    """Return a map's colours and their limits for the HTML page's script."""
     colours, norm, extend = scale(reading)
     steps = colours.N if isinstance(norm, BoundaryNorm) else STEPS
     samples = [to_hex(colour) for colour in colours(np.linspace(0, 1, steps))]
@@ -235,7 +235,7 @@ def palette(reading: MeasureMap) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class CurveGroup:
-    """Curves of the heads of one part, or of neighbouring layers."""
+    """Curves of the heads in one part of the model, or in neighbouring layers."""
 
     title: str  # name of the part, or `layers 0–3`
     rows: Sequence[int]  # rows of the layers in `Shapes.layers`
@@ -285,7 +285,7 @@ def _groups(shapes: Shapes, name: str, members: Mapping[str, Sequence[int]]) -> 
 
 
 def first_step(info: MeasureInfo) -> int:
-    """Return a curve's first step: 1 if the steps are an index k, otherwise 0."""
+    """Return the number of a curve's first step: 1 if its steps are an index k, otherwise 0."""
     return int(info.steps == "index")
 
 
@@ -301,7 +301,7 @@ def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> P
 
 
 def draw_fan(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGroup]) -> None:
-    """Draw the curves of all heads, the median of each group and, for a single group, the quartiles."""
+    """Draw the curves of the groups' heads, the median of each group and, for a single group, the quartiles."""
     info = shapes.info(name)
     lines = [(row, _points(info, curve)) for group in groups for row, curve in group.curves]
     charts.fan_chart(axes, lines, len(shapes.layers))
@@ -333,7 +333,7 @@ def _points(info: MeasureInfo, curve: Float[np.ndarray, " steps"]) -> Points:
 
 
 def falls_far(values: Float[np.ndarray, " all"], medians: list[Float[np.ndarray, " steps"]]) -> bool:
-    """Return True if curves fall so far that they need a logarithmic axis."""
+    """Return True if all median curves fall, and the values span so wide a range that the axis must be logarithmic."""
     falling = values.min() >= 0 and all(median[0] > median[-1] > 0 for median in medians)
     return bool(falling and values.max() > WIDE_RANGE * min(median[-1] for median in medians))
 
@@ -364,7 +364,7 @@ def overview_figure(shapes: Shapes, *, bare: bool = False) -> Figure:
     """Draw a page of up to six panels. Raise UsageError if no measure differs between heads."""
     rows = page_rows(shapes)
     if not rows:
-        raise UsageError("No measure differs between heads: there is nothing to draw.", "Use --json or --csv.")
+        raise UsageError("No measure differs between heads, so there is nothing to draw.", "Use --json or --csv.")
     names = [panel.stem for row in rows for panel in row]
     hatched = any(np.isnan(shapes.readings[name].values).any() for name in names if name in shapes.readings)
     hatched |= not all(has_all(shapes, shapes.shares[name]) for name in names if name in shapes.shares)
@@ -383,7 +383,7 @@ def overview_figure(shapes: Shapes, *, bare: bool = False) -> Figure:
 
 
 def page_rows(shapes: Shapes) -> list[list[Panel]]:
-    """Arrange the overview's panels in up to two rows: by source or, if all have the same source, by depth or space."""
+    """Arrange the overview's panels in up to two rows: by source or, if all share a source, by depth or space."""
     by_source = group_pairs((source_of(name), name) for name in (*shapes.readings, *shapes.curves))
     groups = []  # for each source, its names by space; names without a space join the first space
     for names in by_source.values():
@@ -410,7 +410,7 @@ def page_rows(shapes: Shapes) -> list[list[Panel]]:
 
 
 def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
-    """Choose up to `room` panels from these measures: a set of shares, maps, and curves."""
+    """Choose up to `room` panels for these measures: at most one set of shares, then maps, then curves."""
     of_source = {name: shapes.readings[name] for name in names if name in shapes.readings}
     wholes = [whole for whole, parts in shapes.shares.items() if parts[0] in of_source][:1]
     parts = {name for whole in wholes for name in shapes.shares[whole]}
@@ -435,7 +435,7 @@ def _noted_map(shapes: Shapes, name: str) -> Panel:
 
 
 def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:
-    """Draw one bar of shares per head, sorted within each layer by the first share; hatch layers without values."""
+    """Draw each head's shares as a stacked bar, sorted within each layer by the first share; hatch empty layers."""
     names = shapes.shares[whole]
     height = 1.0 if len(shapes.layers) > CROWDED else 0.86
     # Each layer ends with the lower edge of its last bar and a NaN, which separates the layer from the next.

@@ -48,7 +48,7 @@ SETTINGS = {  # Settings that override matplotlib's defaults; the user's matplot
 
 BARE_POINTS = 8  # size of all text in bare figures
 BARE = dict.fromkeys(("font.size", "axes.titlesize", "legend.fontsize"), BARE_POINTS)
-"""Settings of bare figures, which override SETTINGS."""
+"""Settings that override SETTINGS in bare figures."""
 
 Style = dict[str, Any]  # keywords of a matplotlib artist
 
@@ -63,12 +63,12 @@ MUTED = "#666666"
 CATEGORIES = ("#0072B2", "#56B4E9", "#D55E00", "#BBBBBB", "#009E73", "#CC79A7", "#E69F00", "#F0E442")
 """Colour-blind-safe colours of Okabe and Ito, and a grey, ordered so that neighbours differ clearly."""
 SEQUENTIAL, DIVERGING = colormaps["viridis"], colormaps["RdBu_r"]
-"""Colour maps of values of one sign, and of signed values around 0."""
+"""Colour maps for values of one sign, and for values of both signs."""
 DEPTH = ListedColormap(SEQUENTIAL(np.linspace(0, 0.92, 256)), name="depth")
 """Colours from dark (first layer) to light (last layer), without the lightest yellow, which is invisible on paper."""
 
 PART_COLOURS = dict(zip(("positive", "negative", "skew", "key", "distance", "interaction"), CATEGORIES, strict=False))
-"""Colour of each part of the scores in all pictures; other parts get the colours of CATEGORIES in turn."""
+"""Part of the scores → its colour in every picture; other parts take the colours of CATEGORIES in turn."""
 
 DPI = 200  # dots per inch of a single panel; overviews, which are often printed, have 300
 
@@ -77,21 +77,21 @@ RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")  # digit
 
 @contextmanager
 def house_style(*, bare: bool = False) -> Iterator[None]:
-    """Apply matplotlib settings and ignore warnings about missing glyphs within the `with` block."""
+    """Apply SETTINGS, and BARE if `bare`, and ignore warnings about missing glyphs, within the `with` block."""
     with matplotlib.style.context(["default", SETTINGS, BARE if bare else {}]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
 
 def new_figure(width: float, height: float, dpi: int = DPI) -> Figure:
-    """Create an empty figure of this size in inches, without registering it with pyplot."""
+    """Create an empty figure, `width` × `height` inches, without registering it with pyplot."""
     figure = Figure(figsize=(width, height), dpi=dpi)
     FigureCanvasAgg(figure)
     return figure
 
 
 def encode_figure(figure: Figure, suffix: str, dpi: float | Literal["figure"] = "figure") -> bytes:
-    """Encode the figure as .png, .svg or .pdf bytes without dates; `dpi` defaults to the figure's resolution."""
+    """Encode the figure as the bytes of a .png, .svg or .pdf file without dates or software names."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix[1:], metadata=FORMATS[suffix], dpi=dpi)
     return buffer.getvalue()
@@ -108,10 +108,10 @@ def typeset(number: float, decimals: int) -> str:
 
 
 class Powers(Formatter):
-    """Formatter of ticks on a logarithmic axis: 0.01, 200, 10⁻⁶."""
+    """Formatter of tick labels on a logarithmic axis: 0.01, 200, 10⁻⁶."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
-        """Format one tick."""
+        """Format the label of a tick at `x`."""
         power = np.log10(abs(x)) if x else 0.0
         if -4 < power < 5 or abs(power - round(power)) > 1e-6:
             return f"{x:g}".replace("-", "−")
@@ -119,7 +119,7 @@ class Powers(Formatter):
 
 
 class IndexTicks(Locator):
-    """Ticks in round steps for `count` indices from `first` on, as many as there is room for."""
+    """Locator of as many ticks as there is room for, in round steps, for `count` indices from `first` on."""
 
     def __init__(self, count: int, first: int = 0) -> None:
         self.count, self.first = count, first
@@ -146,7 +146,7 @@ def tick_positions(count: int, most: int) -> list[int]:
 
 
 def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
-    """Label the first and last tick, and ticks whose distance from labelled ticks is at least `gap` axis lengths."""
+    """Label the first and last tick, and others that are at least `gap` of the axis away from every labelled tick."""
     places = axis.get_transform().transform(np.asarray(ticks, dtype=float))
     span = float(np.ptp(places)) or 1.0
     labelled = sorted({0, len(ticks) - 1})
@@ -158,7 +158,7 @@ def thin_ticks(axis: Axis, ticks: Sequence[float], gap: float) -> None:
 
 
 def label_powers(axis: Axis, least: float) -> None:
-    """Label 0 and, if there is room, positive and negative powers of ten with a size of at least `least`."""
+    """Label 0 and, where there is room, ±10ⁿ for all powers of ten from `least` up."""
     low, high = sorted(axis.get_view_interval())
     powers = [power for power in 10.0 ** np.arange(-12, 12) if power >= 0.99 * least]
     ticks = [-power for power in reversed(powers)] + [0.0, *powers]
@@ -190,7 +190,7 @@ LEGEND_LINE = 1.45  # height of a legend's line, as a multiple of its font size
 
 
 def legend_above(axes: Axes, characters: int, handlelength: float = 1.4) -> None:
-    """Draw the legend between the axes and the title, with at most `characters` characters per line."""
+    """Draw the legend between the axes and the title, with as many columns as fit into `characters` characters."""
     labels = axes.get_legend_handles_labels()[1]
     if not labels:
         return

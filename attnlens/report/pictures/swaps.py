@@ -1,4 +1,4 @@
-"""Pictures of swaps: stages, errors by site, several kernels, sweeps, predictors, ranks and healing."""
+"""Pictures of swaps: stages, output errors, comparisons of kernels, sweeps, predictors of harm, ranks and healing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 OWN, GREY = style.CATEGORIES[0], "#8c8c8c"
 RISES = {"loss": "rise in the loss", "kl": "KL to the original", "hidden": "distance of the last hidden states"}
-"""`judged_by` of a swap → quantity shown for each kernel."""
+"""`judged_by` of a swap → the quantity by which each kernel is judged, as a title."""
 MARKS: dict[ControlRole, tuple[str, str, str]] = {
     "same size": ("D", "◆", "sink-window of equal size"),
     "one key": ("v", "▼", "one key"),
@@ -56,7 +56,7 @@ LINES = {
     "color": [*(style.CATEGORIES[number] for number in (0, 2, 4, 5, 6, 1)), style.INK, "#999999"],
     "marker": list("osD^vPX*"),
 }
-"""Colours and markers that the lines of several kernels take in turn."""
+"""Colours and markers that the kernels' lines take in turn."""
 PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
 """Pattern of a kernel's or filter's parameters; they end at a plus sign, but not at the one in 1e+06."""
 OUTLYING = 3.0  # ratio to usual effects (98th percentile, or stages) above which an effect is off the axis or scale
@@ -86,7 +86,7 @@ def swap_overview(report: Report, *, bare: bool = False) -> Figure:
 
 
 def swap_panels(report: Report) -> list[Panel]:
-    """Build the panels for separate files, including panels on the sweep of each kernel."""
+    """Build the panels for separate files, including those on each kernel's sweep."""
     panels = [panel for panel in _overview_panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
     pairs = [(swap, f"-{clean(swap.kernel)}" * (len(report.swaps) > 1)) for swap in report.swaps if swap.sweep]
     panels += [_sweep_panel(swap, f"sweep{suffix}", report.model.layer_number) for swap, suffix in pairs]
@@ -144,7 +144,7 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
 
 
 def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
-    """Draw, per kernel, the change of the loss (or a distance) with its 95 % interval, and controls in grey."""
+    """Draw, per kernel, the change in the loss (or a distance) with its 95 % interval, and controls in grey."""
     axes.axvline(0, color=style.MUTED, zorder=0, **DASHED)
     rows = []
     for swap in swaps:
@@ -164,7 +164,7 @@ def draw_kernels(axes: Axes, swaps: Sequence[Swap]) -> None:
 
 
 def scale_widely(axes: Axes, which: Literal["x", "y"], values: Iterable[float]) -> None:
-    """If values span more than a factor of WIDE, make an axis linear near 0 and logarithmic farther out."""
+    """If absolute values span a factor of WIDE or more, make an axis linear near 0 and logarithmic farther out."""
     sizes = sorted(size for value in values if math.isfinite(size := abs(value)) and size >= FINEST)
     if sizes and sizes[-1] >= WIDE * sizes[0]:
         border = 10.0 ** math.floor(math.log10(sizes[0]))
@@ -179,7 +179,7 @@ def _dot(swap: Swap, outcome: Outcome, colour: str = OWN, size: float = 4.5) -> 
 def _rise(outcome: Outcome, name: str, gap: str) -> str:
     """Format the rise in perplexity, or DESTROYED, as a new line of a label; return "" if the rise is unknown.
 
-    `name` comes before the rise, `gap` before the interval.
+    `name` precedes the rise, and `gap` its interval.
     """
     if outcome.perplexity is None or outcome.loss is None:
         return f"\n{DESTROYED}" * outcome.destroyed
@@ -201,7 +201,7 @@ def _stages_panel(swap: Swap) -> Panel:
 
 
 def draw_stages(axes: Axes, swap: Swap) -> None:
-    """Draw the loss (or, without a loss, a distance) of the original, the stages and the controls."""
+    """Draw the loss (or, without a loss, a distance) of the original model, each stage and each control."""
     lossy, controls = swap.judged_by == "loss", _drawn_controls(swap)
     losses = [stage.loss for stage in swap.stages if stage.loss is not None]
     original = (losses[0].before if losses else None) if lossy else 0.0
@@ -240,7 +240,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
 
 
 def _move_to_edge(dots: Sequence[Dot], original: float | None, stages: int) -> list[Dot]:
-    """Replace each dot far above the original and the stages by an arrow at the right edge."""
+    """Replace each dot far above those of the original and the stages with an arrow at the right edge."""
     known = [end for dot in dots[: 1 + stages] if dot.value is not None for end in (dot.value, *(dot.ends or ()))]
     if original is None or not (span := max(abs(value - original) for value in known)):
         return list(dots)
@@ -341,7 +341,7 @@ def draw_sweep(axes: Axes, swap: Swap, number: Names = str) -> None:
 
 
 def limit(values: Float[np.ndarray, "*cells"]) -> tuple[float, str]:
-    """Return the size of an effect at which the colours saturate, and the ends of the colour bar that get an arrow."""
+    """Return the absolute effect at which colours saturate, and the ends of the colour bar that get an arrow."""
     present = values[np.isfinite(values)]
     most = float(np.abs(present).max(initial=0.0))
     usual = float(np.percentile(np.abs(present), 98, method="lower")) if present.size else 0.0
@@ -356,7 +356,7 @@ def _predictors_panel(swap: Swap, stem: str, name: Names) -> Panel:
     reasons = {} if swap.prediction is None else swap.prediction.left_out
     missing = "; ".join(f"{name}: {clean(reasons[name])}" for name in ALWAYS if name in reasons)
     caption = (
-        f"What predicts the harm of {clean(swap.kernel)}. Δ of the {effect_name(swap)} if only one head has the "
+        f"What predicts the harm done by {clean(swap.kernel)}. Δ of the {effect_name(swap)} if only one head has the "
         "kernel, against measures of that head on the same windows; one dot per head. ρ: Spearman correlation with a "
         "bootstrap 95 % interval over heads; a measure holds if p < 0.05 after correction for all measures and the "
         f"interval over layers excludes 0.{f' Not drawn: {missing}.' if missing else ''}"
@@ -378,7 +378,7 @@ def _scatter_panel(swap: Swap, predictor: Predictor, name: Names) -> Panel:
 
 
 def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
-    """Plot each head's effect against a measure, coloured by layer; omit heads without an effect or a measure."""
+    """Plot each head's effect against its value of a measure, coloured by layer; omit heads that lack either."""
     x, y = as_array(predictor.values), as_array(unit.delta for unit in swap.sweep)
     layers = [unit.layer for unit in swap.sweep]
     axes.axhline(0, color=style.MUTED, linewidth=0.6, zorder=0)
@@ -446,7 +446,7 @@ def _healing_panel(swap: Swap, healing: Healing) -> Panel:
 
 
 def draw_healing(axes: Axes, swap: Swap, healing: Healing) -> None:
-    """Draw perplexity and validation distance, if known, over training tokens or, if not counted, over steps.
+    """Draw perplexity and validation distance, if known, against training tokens or, if these are unknown, steps.
 
     Dots during attention transfer are hollow.
     """

@@ -31,7 +31,7 @@ def encode_picture(picture: Picture, suffix: str = ".png", *, bare: bool = False
 
 
 def embed_picture(picture: Picture) -> str:
-    """Draw a picture and return a data URL with an SVG or, if that would be large, with a PNG."""
+    """Draw a picture and return it as the data URL of an SVG or, if the SVG would be large, of a PNG."""
     with house_style():
         drawing, media = picture.draw(), "image/svg+xml"
         crowded = any(lines.get_rasterized() for lines in drawing.findobj(LineCollection))
@@ -55,7 +55,7 @@ def is_file(target: Path) -> bool:
 
 
 def file_names(stems: Iterable[str]) -> list[str]:
-    """Turn names into unique file names without suffixes; unsafe characters become `_`."""
+    """Turn each stem into a unique file name without a suffix; unsafe characters become `_`."""
     taken: set[str] = set()
     names = []
     for name in stems:
@@ -73,7 +73,7 @@ SCRIPTS = ("data", "state", "scale", "map", "curves", "attention", "head", "tabl
 def html(document: Document) -> str:
     """Render the document as a self-contained HTML page, with all text cleaned and escaped.
 
-    The content security policy allows only the script and style of the page, and no network access.
+    The content security policy allows only the page's own script and style, and no network access.
     """
     style, script = _file("page.css"), "\n".join(_file(f"{name}.js") for name in SCRIPTS)
     data = ""
@@ -88,7 +88,7 @@ def html(document: Document) -> str:
 
 
 def card(document: Document, picture: Picture | None) -> str:
-    """Render the heading, findings and commands of a document, and a picture, as HTML without scripts."""
+    """Render a document's heading, findings and commands, and a picture if given, as HTML without scripts."""
     return _template("card.html.jinja").render(vars(document), picture=picture)
 
 

@@ -17,13 +17,13 @@ from attnlens.report.sections.section import Cell, Document, Heading, Row, Secti
 from attnlens.wording import clean
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")
-"""First characters of a text that a spreadsheet can run as a formula."""
+"""Characters with which a text can start that a spreadsheet runs as a formula."""
 
 
 def spreadsheet(rows: Sequence[Row]) -> str:
     """Format rows as CSV with nine significant digits.
 
-    An apostrophe precedes texts that a spreadsheet could run as a formula.
+    Texts that a spreadsheet could run as a formula are preceded by an apostrophe.
     """
     buffer, columns = io.StringIO(), list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.writer(buffer, lineterminator="\n")
@@ -50,7 +50,7 @@ MOST_HEADS = 100  # maximum number of heads per failure; more would hide the oth
 
 
 def junit(report: Report) -> str:
-    """Format the checks of a report as JUnit XML; characters that XML 1.0 forbids are replaced."""
+    """Format a report's checks as JUnit XML; characters that XML 1.0 forbids are replaced."""
     cases = [(check.subject, check.rule, check) for check in report.checks]
     return junit_cases(clean(f"attnlens check {report.model.id}"), cases, report.model.layer_name)
 
@@ -126,7 +126,7 @@ def markdown(doc: Document) -> str:
 
 
 def escape_text(text: str) -> str:
-    """Replace every character with a meaning in markdown or HTML by a character reference.
+    """Replace every character that has a meaning in markdown or HTML with a character reference.
 
     GitHub finds @mentions after decoding, so a zero-width space is added after each @. The dot of `www.` is replaced
     to prevent a link.

@@ -42,12 +42,12 @@ class _Page(Console):
         self.file.flush()
 
     def on_broken_pipe(self) -> None:
-        """Re-raise the BrokenPipeError, because rich would exit with another exit code."""
+        """Re-raise the BrokenPipeError, because rich would exit with a different exit code."""
         raise  # noqa: PLE0704  # rich calls this while it handles the BrokenPipeError
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console with width COLUMNS or, if COLUMNS is 0 or unset, with the terminal's width (100 in a pipe)."""
+    """Return a console of width COLUMNS or, if that is 0 or unset, of the terminal's width (100 without a terminal)."""
     stream = sys.stderr if stderr else sys.stdout
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdecimal() else 0
@@ -61,7 +61,7 @@ def console(*, stderr: bool = False) -> Console:
 
 GAP, BETWEEN = 2, 3  # blanks between columns, and between columns whose cells are folded
 MARKS = {"selected": "bold blue", "support": "yellow", "query": "bold underline"}
-"""Style of each kind of marked token."""
+"""Kind of marked token → its style."""
 
 
 ALARMS = ("FAILS", "FAIL", "DIFFERS")  # Verdicts that report a problem
@@ -152,12 +152,12 @@ class Shades:
 
 @dataclass(frozen=True)
 class FittedTable:
-    """Table fitted to the terminal's width, with wrapped cells or in several blocks of columns."""
+    """Table fitted to the terminal's width by wrapping cells or by splitting its columns into blocks."""
 
     table: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield one table with wrapped cells, or several tables with as many columns as fit."""
+        """Yield one table with wrapped cells, or several tables, each with as many columns as fit."""
         names, columns = ([*map(_clean_column, part)] for part in (self.table.names, self.table.columns))
         if self.table.fit == "folded":
             yield _grid([*names, *columns], folded=True)

@@ -1,4 +1,4 @@
-"""Build the sections of a report's documents, and spreadsheet rows.
+"""Build the sections of a report's documents, and its spreadsheet rows.
 
 Contents: `section` (the types that renderers draw, and the decorator `section`), and one module per subject: `facts`
 (any report), `layers` (heads), `swaps`, `plans` (also healing and sweeps), `comparisons` (also studies), `experiments`,

@@ -59,7 +59,7 @@ def _format_breach(breach: Breach) -> str:
 
 
 def _format_found(check: Check) -> str:
-    """Format the value that a check compared or, if the check compared single heads, the worst or median value."""
+    """Format the value that a check tested or, if it tested each head, the worst failing or the median value."""
     if check.value is not None:
         return number(check.value)
     if check.base is None and check.breaches and check.breaches[0].value is not None:
@@ -68,7 +68,7 @@ def _format_found(check: Check) -> str:
 
 
 def number(value: float) -> str:
-    """Format a number with four significant digits, or a whole number below 10⁶ with all digits."""
+    """Format a number with four significant digits, or with all digits if it is whole and below 10⁶."""
     return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.4g}"
 
 
@@ -125,7 +125,7 @@ def worst(checks: Sequence[Check]) -> list[tuple[Check, Breach]]:
 
 
 def rows(report: Report) -> list[Row]:
-    """Build the spreadsheet rows of a check: one per failing head or block, and one per rule without failures."""
+    """Build the spreadsheet rows of a check: one per failing head or block, and one per rule without any."""
     rows: list[Row] = []
     for check in report.checks:
         rule: dict[str, Cell] = {"rule": check.rule, "passed": check.passed, "found": check.value, "heads": check.heads}
@@ -137,7 +137,7 @@ def rows(report: Report) -> list[Row]:
 
 @section(10, "doctor", ("screen", *TEXTS, "page"))
 def site_checks(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield the table of sites, with relative errors of the attention weights; the screen omits sites that agree."""
+    """Yield a table of sites with the relative errors of their attention weights; the screen omits agreeing sites."""
     report = shapes.report
     checks = [check for check in report.doctor if view != "screen" or check.verdict != "agrees"]
     if view == "screen" and not checks:
@@ -219,7 +219,7 @@ def _property_section(ran: Sequence[BackendCheck], masks: Sequence[str], name: N
 
 
 def is_close(check: BackendCheck) -> bool:
-    """Return True if a backend's outputs agree with float64 within the tolerance or up to rounding."""
+    """Return True if a backend's outputs agree with those in float64, within the tolerance or up to rounding."""
     if check.verdict == "rounds":
         return True
     return check.output_error is not None and check.output_error <= (check.tolerance or 0)
@@ -247,7 +247,7 @@ def _format_mask(mask: MaskCheck, name: Names) -> str:
 
 
 def describe_fault(fault: Sight, name: Names) -> str:
-    """Describe an output that depends on the wrong tokens, with the token and the layer.
+    """Describe an output that depends on the wrong tokens: which token it sees or misses, and in which layer.
 
     `name` returns the name of a layer.
     """

@@ -1,4 +1,7 @@
-"""Sections and rows on comparisons of two models, on adapters, and on studies (kernels trained from scratch)."""
+"""Sections and rows on comparisons of two models, on adapters, and on studies.
+
+A study trains attention variants from scratch; a cell of its table is one variant trained on one task.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ ERRORS = "±, p: over seeds, on the same test examples; p: paired by seed, corre
 PUBLISHED = "published: {}; from far larger models and other data, so compare rankings, not values."
 HEADS = (
     "Medians over heads, before training → as tested, in the first seed's run. tokens.* and selection.* use log k on 8 "
-    "held-out sequences, weights.* use s W_Q W_Kᵀ. –: no value, as in primal layers, for shares of causal heads, for "
+    "held-out sequences; weights.* use s W_Q W_Kᵀ. –: no value, e.g. in primal layers, for shares of causal heads, for "
     "kernels that can be negative, and for SVMs if the kernel has a position bias or is not a function of ⟨q, k⟩."
 )
 FEW_WORDS = 5  # BLEU below which translations share little more than single words with their references
@@ -69,7 +72,7 @@ def study_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _task_lines(study: StudyTable, task: StudyColumn, cells: list[StudyCell]) -> Iterator[str]:
-    """Yield sentences on the training of a task's cells, their comparison, and caveats."""
+    """Yield sentences on how a task's cells were trained, how they compare, and caveats."""
     sizes, seeds = task.sizes, max(len(cell.runs) for cell in cells)
     tried = sizes["rates"]
     rates = [rate for rate in tried if isinstance(rate, int | float)] if isinstance(tried, list) else []
@@ -98,7 +101,7 @@ def _task_lines(study: StudyTable, task: StudyColumn, cells: list[StudyCell]) ->
 
 
 def _agreement(study: StudyTable, task: StudyColumn) -> Iterator[str]:
-    """Yield sentences that compare the order of the cells with the published order."""
+    """Yield sentences that compare the order of the cells by their results with the published order."""
     for order in (order for order in study.orderings if order.task == task.name):
         total = order.agree + order.disagree + order.undecided
         yield clean(
@@ -166,7 +169,7 @@ def _cell_table(task: StudyColumn, cells: list[StudyCell], compared: bool) -> Ta
 
 
 def _head_table(cells: list[StudyCell]) -> Table:
-    """Build a table of cells × measures with medians over heads, before training and as tested."""
+    """Build a table of cells × measures: medians over heads, before training and at the tested step."""
 
     def format_change(cell: StudyCell, name: str) -> str:
         looks = cell.heads[name].median if name in cell.heads else []
@@ -200,7 +203,7 @@ def study_rows(report: Report) -> list[Row]:
 
 
 LOCAL = {OWN_ROWS: "own KL", ROWS: "KL as run", FORMS: "‖ΔM‖/‖M‖", QUERY_ANGLE: "angle W_Q°", KEY_ANGLE: "angle W_K°"}
-"""Measure of the distance between corresponding heads → title of its column."""
+"""Distance between corresponding heads of two models → title of its column."""
 EXPLAINED = (
     "own KL: each block of the second model gets the first model's hidden states, so only that block's own change "
     "counts. KL as run includes the effect of earlier blocks."
@@ -208,20 +211,20 @@ EXPLAINED = (
 
 
 def rank_distances(comparison: Comparison) -> list[str]:
-    """Return the distances by which heads are ranked, the most informative first."""
+    """Return the names of the distances by which heads are ranked, the most informative first."""
     measures = {row.measure for row in comparison.rows}
     return [name for name in (OWN_ROWS, FORMS, ROWS) if name in measures]
 
 
 def effect_sizes(comparison: Comparison) -> dict[str, float]:
-    """Map each measure to its interquartile range over the first model's heads, if known."""
+    """Map each measure to its interquartile range over the first model's heads, the unit of effect sizes."""
     rows = (row for row in comparison.rows if not row.measure.startswith(DISTANCE))
     return {row.measure: row.smallest / SMALLEST_SHARE for row in rows if row.smallest is not None}
 
 
 @section(20, "comparison")
 def comparison_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield changes of predictions and heads, and detection limits; if heads do not correspond, distributions only."""
+    """Yield changes in predictions and heads, and detection limits; if heads do not correspond, only distributions."""
     comparison = shapes.report.comparison
     assert comparison is not None  # noqa: S101
     if comparison.shifts:
@@ -257,7 +260,7 @@ def _prediction_section(comparison: Comparison) -> Iterator[Section]:
 
 
 def _head_sections(report: Report, comparison: Comparison, most: int | None) -> Iterator[Section]:
-    """Yield a table of the changed heads, largest changes first; `most` limits their number unless it is None."""
+    """Yield a table of the changed heads, largest change first: at most `most` heads, or all if `most` is None."""
     by_head: dict[tuple[int, int], dict[str, MeasureChange]] = defaultdict(dict)
     for change in comparison.rows:
         by_head[change.layer, change.head][change.measure] = change
@@ -285,7 +288,7 @@ def _head_sections(report: Report, comparison: Comparison, most: int | None) -> 
     notes.append("*: significant, and large enough to matter.")
     if more > 0:
         notes.append(f"{format_count(more, 'more head')} changed: see --table, --csv or --json.")
-    yield Section("Heads that changed, worst first", table=table, notes=notes)
+    yield Section("Heads that changed, largest change first", table=table, notes=notes)
 
 
 def _distance(row: MeasureChange | None) -> str:
@@ -297,14 +300,14 @@ def _distance(row: MeasureChange | None) -> str:
 
 
 def _largest(named: Sequence[MeasureChange], sizes: dict[str, float]) -> str:
-    """Format the largest change in units of `sizes`; return `–` if no change has a size."""
+    """Format the change that is largest relative to `sizes`: `tokens.entropy 0.2 → 0.4`, or `–` if there is none."""
     rows = [row for row in named if row.measure in sizes and row.delta is not None and row.before is not None]
     row = max(rows, key=lambda row: abs(row.delta or 0.0) / sizes[row.measure], default=None)
     return NO_VALUE if row is None else f"{row.measure} {short(row.before or 0.0)} → {short(row.after or 0.0)}"
 
 
 def _least_changes(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """Yield (measure, smallest change that can be detected, as text) for each tokens.* measure."""
+    """Yield (measure, text on the smallest detectable change) for each tokens.* measure."""
     sizes = effect_sizes(comparison)
     known = [row for row in comparison.rows if row.se is not None and source_of(row.measure) == "tokens"]
     for name, values in group_pairs((row.measure, row.least) for row in known if row.least is not None).items():
@@ -337,7 +340,7 @@ def comparison_rows(report: Report) -> list[Row]:
 @section(30, ("inspection", "experiments"), ("markdown", "page"))
 @section(30, "inspection", ("terminal",))
 def adapter_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a section on the adapter, if there is one, with the change of M and the heads that changed most."""
+    """Yield a section on the adapter, if any: how much it changed M, and the heads that it changed most."""
     report, record = shapes.report, shapes.report.model.adapter
     if record is None:
         return
@@ -361,7 +364,7 @@ def adapter_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _adapter_table(shapes: Shapes, heads: Sequence[Head], names: Sequence[str]) -> Table:
-    """Build a table with one row per head: changes of M, and headline measures (base, adapted, difference)."""
+    """Build a table with one row per head: changes in M, and headline measures (base, adapted, difference)."""
 
     def build_column(heading: str, values: Sequence[float | None], group: str = "") -> Column:
         decimals = decimals_for([value for value in values if value is not None])

@@ -47,7 +47,7 @@ def heads_of(experiment: Experiment) -> int:
 
 
 def measures_of(experiment: Experiment) -> list[str]:
-    """List the measures of a series in display order: main measures, then the others, alternating between sources."""
+    """List the measures of a series in display order: main measures first, then others, alternating between sources."""
     names = [name for name, curve in experiment.curves.items() if curve.null_of is None]
     main = sorted((name for name in names if _place(name) < math.inf), key=_place)
     return [*main, *alternate_sources(name for name in names if name not in main)]
@@ -59,7 +59,7 @@ def changed_measures(experiment: Experiment) -> list[str]:
 
 
 def _place(name: str) -> float:
-    """Return a measure's position among the main measures of a series: 0 for the loss, ∞ for other measures."""
+    """Return a measure's position among the main measures of a series: 0 for the loss, ∞ if it is not among them."""
     return 0 if name == "loss" else find_measure(name).series or math.inf
 
 
@@ -67,9 +67,9 @@ MOST_STEPS = 8  # Maximum number of checkpoints shown as columns; a longer serie
 
 
 def _series_section(experiment: Experiment, *, whole: bool) -> Section:
-    """Build the section of a series of checkpoints, with all changed measures if `whole`, else only main measures.
+    """Build the section of a series of checkpoints, with all changed measures if `whole`, else only the main ones.
 
-    If no main measure changes, show all changed measures.
+    If no main measure changed, show all changed measures.
     """
     heads, measures = heads_of(experiment), changed_measures(experiment)
     count = max((len(curve.steps) for curve in experiment.curves.values()), default=0)
@@ -121,7 +121,7 @@ def series_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 @section(10, "experiments", ("page",))
 @section(50, "experiments", (*TEXTS, "verbose"))
 def experiment_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield values, questions and missing values of experiments, and all measures of each series of checkpoints."""
+    """Yield the values, questions and missing values of experiments, and the changed measures of each series."""
     report, verbose = shapes.report, view == "verbose"
     plain = [experiment for experiment in report.experiments if not experiment.trajectories]
     if plain and not verbose:
@@ -174,7 +174,7 @@ def _figure_cells(experiment: Experiment, figure: str, compared: bool) -> dict[s
 
 
 def _decimals(experiment: Experiment, figure: str) -> int:
-    """Choose the decimals of a value: two significant digits of the tolerance or error, else four of the value."""
+    """Choose a value's decimals: two significant digits of its tolerance or error, or else four of the value."""
     value = experiment.final.get(figure)
     slack = (experiment.tolerance or {}).get(figure) or experiment.errors.get(figure)
     if value is not None and value != 0 and abs(value) < 1e-4:
@@ -199,7 +199,7 @@ def _figure_help(experiments: Sequence[Experiment]) -> Iterator[str]:
 
 
 def _describe(experiment: Experiment, report: Report) -> str:
-    """Describe an experiment: name, question, model if it is not the report's, settings, run time."""
+    """Describe an experiment: name, question, model (if not the report's), settings, and run time."""
     facts = [f"on {experiment.model}"] if experiment.model else []
     facts += [setting(experiment, name) for name, value in experiment.settings.items() if value is not None]
     if (seconds := report.timings.get(experiment.name)) is not None:
@@ -208,7 +208,7 @@ def _describe(experiment: Experiment, report: Report) -> str:
 
 
 def experiment_rows(report: Report) -> list[Row]:
-    """Build one row per head, measure and step or, if no head was tracked over steps, one row per value."""
+    """Build one spreadsheet row per head, measure and step or, if no head was tracked, one row per value."""
     rows: list[Row] = []
     for experiment in report.experiments:
         for trajectory in experiment.trajectories:

@@ -1,4 +1,4 @@
-"""Build the data of a page's interactive part, and sections on the tokens that single heads select."""
+"""Build the data for the interactive part of an HTML page, and sections on the tokens that single heads select."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ VALUE_DIGITS, ERROR_DIGITS, CURVE_DIGITS = 5, 3, 4
 """Significant digits of values, errors and curves on the page; the report's numbers have nine."""
 Numbers = list[float | None]
 COMPARED = ("compare", "change")
-"""Sources of measures that compare two models; they come before the measures of the second model."""
+"""Sources of measures that compare two models, which the page lists before measures of the second model."""
 
 
 def explorer(shapes: Shapes) -> dict[str, object] | None:
-    """Build the data of the page's interactive part; return None if no measure has a value."""
+    """Build the data for the page's interactive part; return None if no measure has a value."""
     from attnlens.report.pictures import maps  # imported in functions here and below because it loads matplotlib
 
     report = shapes.report
@@ -154,7 +154,7 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
 
 
 def _typical_places(report: Report, measure: str) -> list[float | None]:
-    """Return each head's percentile among comparable heads of the atlas, or None; return [] if all are None."""
+    """Return the percentile of each head's value among comparable atlas heads, or None; return [] if all are None."""
     if report.command != "inspect":  # in other reports heads are retrained, or their values are changes
         return []
     depths = atlas.depths(report)
@@ -202,7 +202,7 @@ def round_significant(numbers: Iterable[float] | Float[np.ndarray, " heads"], di
 
 
 def _rows(rows: AttentionRows) -> dict[str, object]:
-    """Build the data of each query's largest attention weights; without text, positions take the place of tokens."""
+    """Build the page's data on each query's largest attention weights; without text, positions replace tokens."""
     sentence = rows.sentence
     count = 1 + max((place for places in rows.keys for place in places), default=0)
     keys = [clean(token) for token in sentence.keys] if sentence else [str(place) for place in range(count)]

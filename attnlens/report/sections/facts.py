@@ -1,4 +1,4 @@
-"""Sentences and sections for any report: model, input, notes, missing values, and scope of the standard errors."""
+"""Sentences and sections for any report: model, input, notes, missing values, and what the standard errors cover."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def title(report: Report) -> str:
 
 
 def standing(report: Report) -> tuple[str, bool]:
-    """Return a sentence on coverage, studies or experiments, and True if nothing is missing and nothing failed."""
+    """Return a sentence on coverage, studies or experiments, and whether nothing is missing and nothing failed."""
     if report.studies:
         cells = [cell for study in report.studies for cell in study.cells]
         failed = [cell for cell in cells if cell.problem]
@@ -49,7 +49,7 @@ def standing(report: Report) -> tuple[str, bool]:
 
 
 def count_origins(counts: Counter[Origin]) -> str:
-    """Format the origins of reference values: ` (2 published, 1 of a reimplementation)`; return "" without values."""
+    """Format the number of values by origin: ` (2 published, 1 of a reimplementation)`; return "" without values."""
     others: tuple[Origin, ...] = ("reimplementation", "control")
     parts = [f"{counts['published']} published"] if counts["published"] else []
     parts += [f"{counts[origin]} of a {origin}" for origin in others if counts[origin]]
@@ -57,7 +57,7 @@ def count_origins(counts: Counter[Origin]) -> str:
 
 
 def state_untested(count: int) -> str:
-    """Return the clause on values whose tolerance is too wide for a verdict; empty if there are none."""
+    """Return a clause on `count` values whose tolerances are too wide for a verdict; "" if `count` is 0."""
     return f"; {count} not tested (tolerance above a third of the reference)" if count else ""
 
 
@@ -115,7 +115,7 @@ def ran_on(report: Report) -> str:
 
 
 def build_heading(report: Report, whole: bool) -> Heading:
-    """Build a document's title block; if `whole`, include the model's size, the number type and the device."""
+    """Build a document's title block; `whole` adds the model's size, and number type and device even if usual."""
     model, settings, error = report.model, report.settings, report.summary.identity_error
     usual = (settings.dtype, settings.device) == ("float32", "cpu")
     facts = [
@@ -146,7 +146,7 @@ def build_heading(report: Report, whole: bool) -> Heading:
 
 
 def _grid(report: Report) -> str:
-    """Format the numbers of layers and heads, `, 4 layers × 8 heads`; return "" if layers differ in number of heads."""
+    """Format the layers and heads per layer, `, 4 layers × 8 heads`; return "" if layers differ in number of heads."""
     counts = Counter(head.layer for head in report.heads)
     if len(set(counts.values())) != 1:
         return ""
@@ -154,7 +154,7 @@ def _grid(report: Report) -> str:
 
 
 def state_whole(report: Report) -> str:
-    """Format the model's size, ` of 4 layers with 32 heads`; return "" if all heads were requested."""
+    """Format the whole model's size, ` of 4 layers with 32 heads`; return "" if all heads were requested."""
     coverage = report.coverage
     if coverage.model_sites is None or coverage.model_heads in (None, coverage.heads):
         return ""
@@ -162,7 +162,7 @@ def state_whole(report: Report) -> str:
 
 
 def conventions(report: Report) -> str:
-    """State the treatment of positions, normalisation and biases in the measures; return "" if unknown."""
+    """State how the measures treat positions, normalisation and biases; return "" if unknown."""
     if (record := report.model.conventions) is None:
         return ""
     parts = [f"positions: {record.position}"]
@@ -172,13 +172,13 @@ def conventions(report: Report) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """List the caveats of the model's measures, and a sentence on stored tensors that the model does not use."""
+    """List caveats on measures of this model, and a sentence on stored tensors that the model does not use."""
     of_model = [] if report.model.conventions is None else report.model.conventions.notes
     return [clean(note) for note in (*of_model, *state_unexpected(report))]
 
 
 def other_base(report: Report) -> list[str]:
-    """Return a list with a warning if the adapter's base has another name than the model; otherwise []."""
+    """Return a list with a warning if the adapter's base and the model have different names; otherwise []."""
 
     def last(name: str) -> str:
         return name.replace("\\", "/").rstrip("/").rpartition("/")[2].partition("@")[0].lower()
@@ -186,7 +186,7 @@ def other_base(report: Report) -> list[str]:
     record, model = report.model.adapter, report.model.id
     if record is None or record.base is None or last(record.base) == last(model):
         return []
-    return [clean(f"The adapter's base is {record.base}; it was merged into {model}, which has matching shapes.")]
+    return [clean(f"The adapter's base is {record.base}; the adapter was merged into {model}, whose shapes match.")]
 
 
 def state_unexpected(report: Report) -> list[str]:
@@ -210,7 +210,7 @@ def missing_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def without_value(shapes: Shapes) -> list[str]:
-    """List the measures without a value in some or all heads, with one line per reason and number of heads."""
+    """List measures that lack a value in some or all heads, with one line per reason and number of heads."""
     pairs = []
     for name in shapes.report.measure_names():
         if name in shapes.readings:
@@ -225,7 +225,7 @@ def without_value(shapes: Shapes) -> list[str]:
 
 @section(90, views=("markdown",))
 def note_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the model's conventions and the caveats of its measures."""
+    """Yield the conventions and caveats for measures of this model."""
     if lines := [*filter(None, [conventions(shapes.report)]), *notes(shapes.report)]:
         yield Section("Notes", items=lines)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 MOST_CELLS = 16_000
-"""Largest number of heads × measures for which a page contains a table of all heads that works without scripts."""
+"""Most cells (heads × measures) of the table of all heads that a page shows to readers without scripts."""
 MOST_TEXTS = 6  # Maximum number of texts with a row at the foot of the table
 
 
@@ -41,7 +41,7 @@ MOST_TEXTS = 6  # Maximum number of texts with a row at the foot of the table
 @section(40, "inspection", TEXTS)
 @section(40, "experiments", ("markdown",))
 def extreme_heads(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a list of the heads with the smallest or largest value of a measure, if there are any."""
+    """Yield a list of the most extreme heads, if any: those with the smallest or largest value of some measure."""
     name = shapes.report.model.layer_name
     items = [(f"layer {name(e.layer)} head {e.head}", clean(e.text)) for e in shapes.report.summary.extremes]
     if items:
@@ -83,7 +83,7 @@ def head_table(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def place_columns(heads: Sequence[HeadId], model: ModelInfo) -> list[Column]:
-    """Build the columns that name heads: layer, head and, if the heads belong to several parts of the model, part."""
+    """Build the columns that name heads: layer, head and, if they belong to several parts of the model, part."""
     layers = [model.layer_number(head.layer) for head in heads]
     columns = [Column("layer", layers), Column("head", [str(head.head) for head in heads])]
     if len({head.part for head in heads}) > 1:
@@ -92,7 +92,7 @@ def place_columns(heads: Sequence[HeadId], model: ModelInfo) -> list[Column]:
 
 
 def missing_reason(head: Head, name: str) -> str:
-    """Return the reason why a head has no value of a measure; empty if the head has a value."""
+    """Return the reason why a head has no value of a measure; "" if it has a value."""
     return head.measures[name].reason or "" if name in head.measures else "not measured"
 
 
@@ -117,7 +117,7 @@ def _head_column(
 @section(10, "inspection", TEXTS)
 @section(10, "experiments", ("markdown",))
 def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
-    """Yield medians over heads, one row per layer, in one table or, in Markdown, one table per source."""
+    """Yield medians over heads, with one row per layer, in a single table or, in Markdown, in one table per source."""
     if not shapes.readings:
         return
     summary = shapes.report.summary
@@ -150,7 +150,7 @@ def layer_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def measure_columns(shapes: Shapes) -> list[Column]:
-    """Build a column per measure that differs between heads, headlines first, and one for layer symmetry if known."""
+    """Build a column per measure that differs between heads, headlines first, and one for layer symmetry, if known."""
     varying = {name: reading for name, reading in shapes.readings.items() if not reading.constant}
     headlines = [name for name, reading in varying.items() if reading.info.headline]
     others = [name for name in varying if name not in headlines]

@@ -1,4 +1,4 @@
-"""Sections on plans of ranks, on healing, and on sweeps: harm of heads or layers swapped alone, and predictors."""
+"""Sections on plans of ranks, on healing, and on sweeps (harm done by swapping single heads or layers)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONE = "All calibration windows come from one text, so the prediction does not c
 MOST_LAYERS = 12  # Number of layers up to which the screen shows the ranks by layer
 BUDGETED = {"loss": "loss", "ppl": "perplexity"}  # Unit of a budget → quantity that it limits
 POPULATIONS = {"windows": "all windows of these texts", "texts": "texts like these"}
-"""Unit over which an interval is computed → population that it covers."""
+"""Unit over which an interval is computed → population that the interval covers."""
 
 
 @section(20, "swap", ("screen", *TEXTS, "page"))
@@ -81,7 +81,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def _describe_latents(plan: Plan) -> Iterator[str]:
-    """Yield sentences on the form of the latents, and on the rise with each form that was compared."""
+    """Yield sentences on the form of the latents, and on the rise in loss or perplexity with each form compared."""
     form = dict(part.split("=") for part in plan.form.split(",")) if plan.form else {}
     group = form.get("group", "1")
     keys = "each key head has its own latent" if group == "1" else f"{group} key heads share a latent"
@@ -123,7 +123,7 @@ def _format_savings(plan: Plan) -> Iterator[str]:
 
 
 def share(number: float, digits: int = 2) -> str:
-    """Format a relative change in per cent with its sign, `+0.62 %`, or as a factor (`× 12`) from +1,000 % on."""
+    """Format a relative change as a signed percentage, `+0.62 %`, or from +1,000 % up as a factor, `× 12`."""
     if number >= LARGE - 1:
         return f"× {format_number(1 + number, decimals_for([1 + number], 2))}"
     sign = "−" if number < 0 else "+"
@@ -155,7 +155,7 @@ def plan_rows(plan: Plan) -> Table | None:
 
 @section(40, "swap")
 def healing_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on healing, if the report has a single kernel that was healed."""
+    """Yield the section on healing, if the report has only one kernel and it was healed."""
     swap, *others = shapes.report.swaps
     if swap.healing is not None and not others:
         yield Section("Healing", items=healing_lines(swap.healing))
@@ -222,7 +222,7 @@ MOST_PREDICTORS = 8  # Number of measures shown for a single kernel; FEW are sho
 
 @section(44, "swap")
 def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on a sweep, with the number of significant effects and the most extreme heads or layers."""
+    """Yield the section on sweeps: number of significant effects, and the most and least harmful heads or layers."""
     swaps = [swap for swap in shapes.report.swaps if swap.sweep]
     effects = [effect for swap in swaps for effect in swap.sweep]
     if not effects:
@@ -265,9 +265,9 @@ def sweep_section(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
-    """State how many heads or layers raise or lower the loss significantly, and how many diverge."""
+    """State how many heads or layers, each swapped alone, raise or lower the loss significantly or diverge."""
     if all(effect.ci95 is None for effect in effects if effect.delta is not None):
-        return "With a single window nothing is tested."
+        return "With a single window, nothing is tested."
     significant = [effect.delta for effect in effects if effect.significant and effect.delta is not None]
     harm, diverged = sum(delta > 0 for delta in significant), sum(effect.delta is None for effect in effects)
     signs = f": {harm} raise the loss, {len(significant) - harm} lower it" * bool(significant)
@@ -278,7 +278,7 @@ def _significant(effects: Sequence[Effect], noun: str, windows: int) -> str:
 
 @section(46, "swap")
 def prediction_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the section on the measures that best predict the harm of each kernel."""
+    """Yield the section on the measures that best predict the harm done by each kernel."""
     swaps = [swap for swap in shapes.report.swaps if swap.sweep and swap.prediction is not None]
     if not swaps:
         return

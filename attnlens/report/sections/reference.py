@@ -43,8 +43,8 @@ SYNONYMS = {  # Words that users search for → measure
     **dict.fromkeys(("gaussian", "gauss"), "rbf"),
 }
 TERMS = {  # Term used on screens and in reports → explanation
-    "null": "Chance: the values of the same measure for random heads of the same shape (or for random rotations of the "
-    "head); a report gives their mean and standard deviation (sd) for one head.",
+    "null": "Chance: a measure's values for random heads of the same shape (or for random rotations of the head); a "
+    "report gives their mean and standard deviation (sd) for one head.",
     "standard error": "The number after ±: the standard deviation of an estimate over repeated choices of windows, or "
     "of texts if there are at least five.",
     "significant": "Differs from chance, or from a threshold, after correction for the number of heads and measures "
@@ -54,22 +54,22 @@ TERMS = {  # Term used on screens and in reports → explanation
     "significant (Benjamini & Hochberg 1995).",
     "windows": "Sequences of consecutive tokens that the model reads at once: --windows sets their number, --length "
     "their length, and --placement whether they are spread over the text or taken from its beginning.",
-    "verified": "attnlens recomputes attention from queries and keys, runs the model with it, and states by how much "
+    "verified": "attnlens recomputes attention from queries and keys, runs the model with it, and states how much "
     "the outputs change; a large change means that the queries and keys were not read correctly.",
     "median": "The middle value over all heads of the report that have a value; summary.medians in a report.",
     "comparison.named": "Number of significant changes that `compare` reports: the 30 in `30 of 863 changes are "
     "significant`. Each is a change of one measure in one head. A rule: 'comparison.named: value == 0'.",
     "comparison.tests": "Number of changes that `compare` tested, of every measure in every head: the 863 in `30 of "
     "863 changes are significant`.",
-    "swap.loss.delta": "Change of the loss by the kernel, in nats per token: the loss with the kernel minus the "
-    "original loss; swap.loss.ci95 is its 95 % interval.",
+    "swap.loss.delta": "Change in the loss, in nats per token: the loss with the kernel minus the original loss; "
+    "swap.loss.ci95 is its 95 % interval.",
     "summary.medians": "Median over heads of each measure; in a rule, as summary.medians.tokens.entropy.",
     "form m": "M = s·W_Q W_Kᵀ, the bilinear form of a head: the score of a query input x and a key input y is xᵀMy, "
     "plus positions and biases. s is the scale, usually 1/√head_dim.",
     "complete": "Every site and head of the model, or of the part requested, was read; otherwise the reasons follow.",
     "head": "Heads are named LAYER.HEAD, both counted from 0: 3.7 is head 7 of layer 3. In models of "
     "several parts, the part comes first: decoder.3.7.",
-    "effect": "What a change does to the model's predictions: the change of the loss with its 95 % interval and, in "
+    "effect": "What a change does to the model's predictions: the change in the loss with its 95 % interval and, in "
     "`compare`, the KL divergence between both models' predictions. Findings on heads state values and chance instead.",
     "cache": "The keys and values of earlier tokens, which a model keeps while it generates: `ranks` makes the keys "
     "smaller within a loss budget, `swap-kernel --kernel sink-window:4,64` keeps fewer tokens, and `doctor --masks "
@@ -80,18 +80,18 @@ TERMS = {  # Term used on screens and in reports → explanation
     "calibration": "Text on which a kernel's parameters are fitted, ranks are chosen or heads are trained; it is never "
     "part of the evaluated text.",
     "greedy continuation": "Text that the model generates after a prompt by always choosing the most probable token.",
-    "latent": "Numbers that a model with `ranks` caches instead of the keys of one head, or of several heads together.",
+    "latent": "Numbers that a model made by `ranks` caches instead of the keys of one head or of several heads.",
     "budget": "The rise in the loss (or perplexity) that `ranks` allows. The estimated rise plus a margin, twice the "
     "half-width of its 95 % interval, must stay within the budget, so the rise itself is usually smaller.",
     "posed": "The SVM's problem is posed for the 64 most decided queries of a head: for each query, the key with the "
     "largest weight must have a larger score than all other keys.",
     "identified": "A measure is identified if the attention weights determine it. In a causal model, no query is "
     "compared with a later key, so measures of the symmetric part of the scores are not identified.",
-    "layer symmetry": "Symmetry of the sum of a layer's matrices M (Saponati et al. 2025); it can differ much from the "
-    "symmetry of the heads.",
+    "layer symmetry": "Symmetry of the sum of a layer's forms M over its heads (Saponati et al. 2025); it can differ "
+    "greatly from the symmetry of the heads.",
     "kl": "Kullback–Leibler divergence between two distributions, such as the predictions of two models: 0 if they are "
     "equal. In `converge`, the divergence of hard selection (all weight on one key) from the head's softmax.",
-    "atlas": "Values of the measures in trained models, which ship with attnlens. The page gives a head's percentile "
+    "atlas": "Values of measures in trained models, shipped with attnlens. The HTML page gives a head's percentile "
     "among their heads (of the same part and third of the layers) and, in the column `pct.`, among all "
     "heads of its own model.",
     "z": "Distance of a value from chance: (value − mean of the null) / standard deviation of the null.",
@@ -130,7 +130,7 @@ def measure_list(infos: Iterable[MeasureInfo]) -> Section:
 
 
 def analyzer_list(analyzers: Iterable[Analyzer | Gathering]) -> Section:
-    """List analyzers: name, source, question, and the names and number of their measures and curves."""
+    """List analyzers with source, question, and the names and number of their measures and curves."""
     rows = []
     for analyzer in analyzers:
         prefixes = f"{analyzer.source}.", f"{analyzer.name}."
@@ -170,7 +170,7 @@ def kernel_list(
 
 
 def architecture_list(measured: str, architectures: Iterable[Architecture]) -> list[Section]:
-    """List model types with coverage, route, positions, weights and checks; a second table lists reasons for gaps.
+    """List model types with their level of support; a second table lists what is missing, and why.
 
     `measured` states the library versions with which the types were run.
     """
@@ -190,7 +190,7 @@ def architecture_list(measured: str, architectures: Iterable[Architecture]) -> l
 
 
 def _folded_table(rows: Sequence[Mapping[str, str]], numbers: Collection[str] = ()) -> Table | None:
-    """Build a table with wrapped cells, aligned left except for the columns `numbers`; return None without rows."""
+    """Build a table with wrapped cells, aligned left except in the columns `numbers`; return None without rows."""
     titles = {title for row in rows for title in row}
     return build_table(rows, NAMED, titles - {*numbers}, fit="folded")
 
@@ -200,7 +200,7 @@ def _join_lines(first: str, *others: str) -> str:
 
 
 def describe_fit(info: KernelInfo) -> str:
-    """Describe a kernel's fit by the docstring of its class, and whether it is required; return "" without a fit."""
+    """Describe a kernel's fit, from the docstring of its class, and whether it is required; "" without a fit."""
     if info.fit is None:
         return ""
     first = (info.fit.__doc__ or "").partition("\n")[0].partition(":")[0]
@@ -234,7 +234,7 @@ def _format_range(parameter: KernelParameter) -> str:
 
 
 def range_of(info: MeasureInfo) -> str:
-    """Describe the values of a measure: the axis of a curve, the categories, or the bounds."""
+    """Describe the possible values of a measure: axis of a curve, categories, or bounds."""
     if info.curve:
         return f"curve over {info.steps}"
     return " | ".join(info.labels) or bounds(info)
@@ -300,7 +300,7 @@ def explanation(name: str) -> Section:
 
 @cache
 def demo_heads() -> dict[str, list[tuple[int, int, float]]]:
-    """Map each measure to the heads of `demo` with the smallest and largest value, as (layer, head, value)."""
+    """Map each measure to the (layer, head, value) of its smallest and largest value in the model `demo`."""
     entries: dict[str, list[tuple[int, int, float]]] = json.loads(DEMO_HEADS.read_text(encoding="utf-8"))
     return entries
 
@@ -337,7 +337,7 @@ def _distance(info: MeasureInfo, source: str) -> Section:
 
 
 def _measure_page(info: MeasureInfo, source: str, facts: Mapping[str, str]) -> Section:
-    """Build the page of a measure, or of a distance between two models; `facts` contains further items."""
+    """Build the page of a measure, or of a distance between two models; `facts` are further (name, text) items."""
     steps = f"; each {bounds(info)}" if info.curve else ""
     reason = f"if {info.missing}" if info.missing != MeasureInfo.missing else "the report states the reason"
     low, high = info.scale
@@ -410,7 +410,7 @@ def bounds(info: MeasureInfo) -> str:
 
 
 def null_words(measures: Iterable[MeasureInfo]) -> str:
-    """Describe the nulls of these measures; if both kinds of null occur, name the sources with random rotations."""
+    """Describe the nulls of these measures; if there are both kinds, name the sources that use random rotations."""
     kinds = {source_of(info.name): info.null for info in measures}
     if len(set(kinds.values())) < 2:
         return NULLS[next(iter(kinds.values()), "factors")]

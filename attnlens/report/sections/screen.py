@@ -24,9 +24,9 @@ def finding_section(shapes: Shapes, view: View) -> Iterator[Section]:
 
 @section(2, ("inspection", "experiments"), ("screen", "markdown"))
 def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield a map of layers × heads for a numerical measure of the findings, if any of them differs between heads.
+    """Yield a map of layers × heads for a numerical measure in the findings that differs between heads, if any.
 
-    If a single analyzer ran, choose the first measure; otherwise, choose the one that varies most within its bounds.
+    If a single analyzer ran, choose the first such measure; otherwise, the one that varies most within its bounds.
     """
     answered = [name for finding in find(shapes) for name in finding.measures if name in shapes.readings]
     shown = [shapes.readings[name] for name in dict.fromkeys(answered) if not shapes.readings[name].labels]

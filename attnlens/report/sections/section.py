@@ -21,7 +21,7 @@ Row = Mapping[str, Cell]  # Row of a spreadsheet, column → value; a missing co
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table as formatted texts: title, cells and footer."""
+    """Column of a table: title, cells and footer, all formatted as text."""
 
     title: str
     cells: Sequence[str]  # formatted texts, from top to bottom; lines after the first explain a cell
@@ -33,7 +33,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns that identify the rows, and other columns in order of importance."""
+    """Table: columns that identify the rows, then other columns in order of importance."""
 
     names: Sequence[Column]
     columns: Sequence[Column]
@@ -74,7 +74,7 @@ def build_table(
 
 
 def sort_by_group(columns: Sequence[Column]) -> list[Column]:
-    """Make the columns of each group adjacent, with groups in the order of their first columns."""
+    """Sort columns so that those of a group are adjacent, with groups in the order of their first columns."""
     order = list(dict.fromkeys(column.group for column in columns))
     return sorted(columns, key=lambda column: order.index(column.group))
 
@@ -85,7 +85,7 @@ Passage = tuple[str, Sequence[Piece]]  # Caption, and the pieces of a text
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Values by row and column, shown as shades on a terminal and in Markdown; None for a missing value."""
+    """Grid of values, shown as shades on a terminal and in Markdown; None for a missing value."""
 
     rows: Sequence[str]  # label of each row
     columns: Sequence[str]  # label of each column
@@ -113,7 +113,7 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Picture:
-    """Picture to draw on a page or to a file, with its alternative text."""
+    """Picture for a page or a file, with its alternative text; drawn on demand."""
 
     stem: str  # file name without its suffix
     draw: Callable[..., Figure]  # with the keyword `bare`; raises UsageError if there is nothing to draw
@@ -152,7 +152,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Document:
-    """Report from top to bottom: heading and sections."""
+    """Contents of a report as shown, from top to bottom: heading, opening, interactive part, and sections."""
 
     head: Heading | None
     sections: Sequence[Section]

@@ -1,4 +1,4 @@
-"""Sections and rows on swaps: effects on the loss, controls, checks, cost and missing values."""
+"""Sections and rows on swaps: effects on the model, controls, checks, cost and missing values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNITS = {  # Task → unit of loss and KL
     "hidden": "nats",
 }
 EFFECTS = {"loss": "loss", "kl": "KL to the original", "hidden": "1 − cosine of hidden states"}
-"""`judged_by` of a swap → short name of that quantity, for axes."""
+"""`judged_by` of a swap → short name of the quantity by which it is judged, for axes."""
 CONTROLS = {  # Role of a control → explanation
     "same size": "a sink-window with a state of equal size (64 tokens and the first 4 if the kernel keeps all)",
     "one key": "one key (hard)",
@@ -67,7 +67,7 @@ def percent(share: float | None) -> str:
 
 
 def loss_decimals(changes: Sequence[Change]) -> int:
-    """Choose two to four decimals for losses and differences by the median half-width of the intervals."""
+    """Choose two to four decimals for losses and their changes, from the median half-width of the intervals."""
     halves = [(change.ci95[1] - change.ci95[0]) / 2 for change in changes if change.ci95 is not None]
     middle = median([half for half in halves if half > 0] or [0.02])
     return min(4, max(2, decimals_for([middle], 2)))
@@ -81,7 +81,7 @@ def interval(bounds: tuple[float, float] | None, decimals: int) -> str:
 def format_rise(loss: Change | None, perplexity: Change | None, *, destroyed: bool = False) -> tuple[str, str]:
     """Format the rise in perplexity, e^Δ − 1 for a rise Δ of the loss, and its interval: `+5.6 %`, `4.9 to 6.4 %`.
 
-    Both are factors (`× 12`) if the perplexity grows at least by the factor LARGE. Return (DESTROYED, "") if the model
+    Both are factors (`× 12`) if the perplexity grows by a factor of LARGE or more. Return (DESTROYED, "") if the model
     is destroyed, and (`–`, "") without a loss or perplexity.
     """
     if destroyed:
@@ -105,7 +105,7 @@ def effect_name(swap: Swap) -> str:
 
 
 def effect(swap: Swap, outcome: Outcome) -> tuple[float | None, tuple[float, float] | None]:
-    """Return an outcome's effect on the quantity by which the swap is judged, and the 95 % interval."""
+    """Return an outcome's effect on the quantity by which the swap is judged, and its 95 % interval."""
     if swap.judged_by == "loss":
         return (None, None) if outcome.loss is None else (outcome.loss.delta, outcome.loss.ci95)
     if swap.judged_by == "kl":
@@ -162,7 +162,7 @@ def effect_sections(shapes: Shapes, view: View) -> Iterator[Section]:
 
 
 def _state_long_range(swap: Swap) -> list[str]:
-    """State the change of the loss on tokens that repeat a bigram last seen outside a window; return [] if unknown."""
+    """State the change in the loss on tokens that repeat a bigram last seen outside a window; return [] if unknown."""
     if (record := swap.beyond_window) is None:
         return []
     change, decimals = record.change, loss_decimals([record.change])
@@ -174,7 +174,7 @@ def _state_long_range(swap: Swap) -> list[str]:
 
 
 def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
-    """List (name, outcome) of one kernel's stages, or of several kernels, with the controls."""
+    """List (name, outcome) for the stages of a single kernel, or for several kernels, and for their controls."""
     rows: list[tuple[str, Outcome]] = []
     shared: dict[str, Outcome] = {}
     # the controls of two kernels differ if their Δ beyond has different windows
@@ -194,7 +194,7 @@ def _outcomes(swaps: Sequence[Swap]) -> list[tuple[str, Outcome]]:
 
 
 def _outcome_table(swaps: Sequence[Swap]) -> Table:
-    """Build a table of the original, the stages or kernels, and the controls; omit columns without any value."""
+    """Build a table of the original model, the stages or kernels, and the controls; omit empty columns."""
     rows, judged_by, single = _outcomes(swaps), swaps[0].judged_by, len(swaps) == 1
     outcomes = [outcome for _, outcome in rows]
     kernels = [outcome for outcome in outcomes if not isinstance(outcome, Control)]
@@ -281,7 +281,7 @@ def _reading_help(report: Report) -> str:
 
 
 def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
-    """Yield a table of the change of the loss on each text, or of the hidden cosine if that is the judged quantity."""
+    """Yield a table with one row per text: change in the loss or, if swaps are judged by it, hidden cosine."""
     hidden = swaps[0].judged_by == "hidden"
     records: list[Sequence[TextChange | TextCosine]]
     records = [swap.hidden_cosine_by_text if hidden else swap.loss_by_text for swap in swaps]
@@ -308,7 +308,7 @@ def _by_text(swaps: Sequence[Swap]) -> Iterator[Section]:
 
 @section(30, "swap")
 def check_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the formulas if there are several kernels, the largest verification errors, and a single kernel's cost."""
+    """Yield the largest verification errors, and the formulas of several kernels or the cost of a single kernel."""
     swaps = shapes.report.swaps
     single, facts = len(swaps) == 1, []
     if not single:
@@ -343,7 +343,7 @@ def _off_simplex(swap: Swap) -> list[str]:
 
 @section(48, "swap")
 def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the notes on the swaps and the missing values; name the kernels of notes that do not apply to all."""
+    """Yield notes, naming the kernels if a note does not apply to all, and the missing values."""
     swaps = shapes.report.swaps
     several = len(swaps) > 1
     pairs = ((note, swap.kernel) for swap in swaps for note in (*swap.notes, *_off_simplex(swap) * several))
@@ -355,7 +355,7 @@ def note_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def _without_value(swaps: Sequence[Swap]) -> list[str]:
-    """List the fields without a value, with one line per reason, and with kernel and stage if there are several."""
+    """List the fields without a value, one line per reason, naming the kernel and stage if there are several."""
     places: list[tuple[str, dict[str, str]]] = []  # kernel and stage, reason by field
     for swap in swaps:  # the swap's reasons contain those of its last stage
         kernel = swap.kernel * (len(swaps) > 1)
@@ -414,7 +414,7 @@ def site_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
 
 
 def swap_rows(report: Report) -> list[dict[str, Cell]]:
-    """Build one row per stage or control of each kernel; after a sweep, one per swept head or layer of each kernel."""
+    """Build one row per stage or control of each kernel or, after a sweep, one per kernel and swept head or layer."""
     swaps = report.swaps
     if any(swap.sweep for swap in swaps):
         return [_effect_row(swap, effect, place) for swap in swaps for place, effect in enumerate(swap.sweep)]

@@ -34,7 +34,7 @@ const middle = (place) => (place + 0.5) * LINE.high;
 const curve = (query, key) =>
   `M0,${middle(query)}C${LINE.wide / 2},${middle(query)} ${LINE.wide / 2},${middle(key)} ${LINE.wide},${middle(key)}`;
 
-// Draw all lines, with one path per step of weight.
+// Draw all lines, with one path per level of weight.
 function faintLines(rows) {
   const paths = Array.from({ length: LINE.steps }, () => []);
   rows.places.forEach((keys, query) =>

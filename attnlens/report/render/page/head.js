@@ -1,7 +1,7 @@
 // One head: the shares of its scores, its curves, its selection, and every measure with its error and null.
 "use strict";
 
-// True if any measure has percentiles among other trained models.
+// True if any measure has percentiles among heads of other trained models.
 const BESIDE = Boolean(data?.measures.some((measure) => measure.typical.length));
 
 function startHead() {
