@@ -49,7 +49,7 @@ def measure_predictions(task: Task) -> Measurement:
 
 
 def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure: Measurement) -> None:
-    """Raise ModelError if the result of `measure` can depend on a random weight because the checkpoint lacks it."""
+    """Raise ModelError if the result of `measure` can depend on a weight that the checkpoint lacks."""
     if random := find_random_weights(loaded, inputs, measure):
         problem = f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random."
         raise ModelError(problem, "Use a complete checkpoint, or load the checkpoint with its original architecture.")
@@ -64,7 +64,7 @@ def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], t
     if random is None:
         return None
     module, name = random
-    return module, f"the checkpoint lacks {name}, so the model has no loss"
+    return module, f"the checkpoint lacks {name}, so the loss is undefined"
 
 
 def find_random_weights(
@@ -212,7 +212,7 @@ def describe_overflow(dtype: torch.dtype, site_calls: Iterable[SiteCall]) -> str
 def bound_rounding(query_key: QueryKey, dtype: torch.dtype) -> tuple[float, str]:
     """Return the largest relative error that rounding of a site's scores explains, and a description of the rounding.
 
-    The bound is twice the rounding of the largest score. For float64, it is that of float32, in which softmax can run.
+    The bound is twice the rounding of the largest score. float64 counts as float32, in which softmax can run.
     """
     coarse, largest = torch.float32 if dtype == torch.float64 else dtype, query_key.largest_logit
     name = str(coarse).removeprefix("torch.")

@@ -158,7 +158,7 @@ def measure_agreement(model: PreTrainedModel, original: Continuations | str, var
 def _count_common(
     expected: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
 ) -> Int[Tensor, " prompts"]:
-    """Count each prompt's tokens before `chosen` differs from `expected`; all if equal up to the end of the text."""
+    """Count, for each prompt, the tokens before `chosen` differs from `expected`; all if both end the text equally."""
     equal = torch.ones_like(expected[0], dtype=torch.bool)
     counts = torch.zeros_like(expected[0])
     for tokens, new in zip(expected, chosen, strict=False):

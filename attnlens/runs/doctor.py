@@ -30,9 +30,8 @@ from attnlens.runs.progress import Progress, silent, start_stage
 from attnlens.runs.provenance import assemble_report
 
 WEIGHTS_TOLERANCE = 1e-6
-"""Relative tolerance of weights.*, computed in float64 from the same weights and written with nine digits. The order of
-sums differs between BLAS libraries, which changes ill-conditioned measures (small eigenvalues) in more than the last
-digit."""
+"""Relative tolerance of weights.*, computed in float64 from the same weights and written with nine digits. BLAS
+libraries sum in different orders, which changes ill-conditioned measures (small eigenvalues) in more than one digit."""
 SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 up to rounding has no correct digits
 
 
@@ -101,7 +100,7 @@ def _recomputed_check(subject: str, wanted: str, passed: bool) -> Check:
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE  # largest relative error of an attention matrix
 EAGER_TOLERANCE = 1e-3
-"""Relative difference of outputs above which eager attention counts as a different computation: rounding in float32
+"""Relative difference in outputs above which eager attention counts as a different computation: rounding in float32
 causes much less, a different mask or scale much more."""
 
 
@@ -113,11 +112,11 @@ def doctor(
     """Compare recomputed attention P with the model's own, site by site: ‖P − P_model‖/‖P_model‖.
 
     P is computed twice: from captured queries and keys, and from weights × inputs. P_model contains the attention
-    probabilities that the model itself returns with eager attention. The model is loaded in float64 (a loaded
-    model is copied), which takes twice the memory, so that errors are not due to rounding. Float32 is used if float64
-    fails, or if recomputed attention differs only in float64; the tolerance is the same. Attention backends and masks
-    are also tested. Raise UsageError for invalid arguments, TextError for an invalid text, and ModelError if the model
-    can't be loaded or analysed.
+    probabilities that the model itself returns with eager attention. The model is loaded in float64 (a loaded model is
+    copied), which takes twice the memory, so that errors are not due to rounding. Float32 is used if float64 fails, or
+    if recomputed attention differs only in float64; the tolerance is the same. Attention backends and masks are also
+    tested. Raise UsageError for invalid arguments, TextError for an invalid text, and ModelError if the model can't be
+    loaded or analysed.
     """
     start = time.perf_counter()
     load_options = {"dtype": request.dtype, **feeding.load_options(request, model)}

@@ -97,7 +97,7 @@ def sequence_means(
 def average_by_sequence(
     values: Float[Tensor, " tokens"], owners: Int[Tensor, " tokens"], count: int
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """Return the mean and number of values, for each sequence that has any; `owners` is each value's sequence."""
+    """Return the mean and number of values, for each sequence that has any; `owners` are the values' sequences."""
     owners, values = owners.cpu(), values.double().cpu()
     counts = torch.bincount(owners, minlength=count).double()
     sums = torch.zeros_like(counts).index_add(0, owners, values)

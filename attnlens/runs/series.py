@@ -258,7 +258,7 @@ def run_series(
 
 @dataclass(eq=False)
 class Series:
-    """A run over checkpoints, which are found, like the texts, when the instance is created."""
+    """A run over checkpoints. The constructor finds the checkpoints and reads the texts."""
 
     names: Sequence[str] | None  # models or checkpoints; None: the checkpoints of demo
     revisions: Sequence[str]  # revisions of a single hub model, or empty

@@ -146,7 +146,7 @@ class Store:
                 self.folder.rmdir()
 
     def report_others(self) -> None:
-        """For each stored run of this command with different facts, log its finished units' number and a difference."""
+        """Log each stored run of this command that has different facts: a difference, and how many units finished."""
         files: list[Path] = []
         with suppress(OSError):  # a remote folder may be readable, but not listed
             files = sorted(self.folder.parent.glob(f"*/{RUN}"))

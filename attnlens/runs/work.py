@@ -371,7 +371,7 @@ def _begin_worker() -> None:
 
 
 def check_cluster(address: str | None) -> None:
-    """Raise UsageError if Ray is missing or no cluster answers, where Ray would end the process after two minutes."""
+    """Raise UsageError if Ray is missing or no cluster answers (Ray itself would exit after two minutes)."""
     if find_spec("ray") is None:
         raise errors.UsageError("Ray is not installed.", 'Run: pip install "attnlens[ray]"')
     place = address or os.environ.get("RAY_ADDRESS") or RAY_HERE

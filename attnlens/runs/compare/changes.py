@@ -323,7 +323,7 @@ class Changes:
         return tests
 
     def _row_distances(self) -> dict[str, Tensor]:
-        """Return KL of attention rows (windows, heads) and changes in block outputs (windows, blocks), by measure."""
+        """Return, keyed by measure name, KL of attention rows (windows, heads) and block changes (windows, blocks)."""
         first, second = self.pairing.first, self.pairing.second
         total, start = first.design.count, 0
         blocks, other_blocks = self.blocks

@@ -291,7 +291,7 @@ def _prepare_sides(
 
 
 def compare_files(first: PreparedRun, second: PreparedRun, fdr: float) -> tuple[Comparison, Report]:
-    """Compare two models, at least one with weights left in files; return the comparison and the second's report."""
+    """Compare two models, at least one left in files; return the comparison and the second model's report."""
     sides = survey(first), survey(second)
     reports = compute(sides[0])[0], compute(sides[1])[0]
     shapes, other_shapes = ([(each.site.path, each.call.query.shape[1]) for each in side.site_calls] for side in sides)

@@ -150,8 +150,7 @@ class Pairing:
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
         """Pair sites in order, and heads by similarity of their forms M.
 
-        Heads are paired by index if forms can't be read, if --heads is given, if the order of the forms is unclear, or
-        if W_V or W_O contradicts it.
+        Heads are paired by index if --heads is given, or if their order is unknown, unclear or refuted by W_V or W_O.
         """
         sites = dict(zip(first.key_heads, second.key_heads, strict=True))
         numbers = {site: tuple(range(len(key_heads))) for site, key_heads in first.key_heads.items()}
@@ -251,7 +250,7 @@ class Pairing:
 WIDE = ("query", "key", "value", "bias")  # parts of a call that are converted to float64
 FLOOR = 1e-12  # lower bound on attention weights in KL, so that a key hidden in only one model costs at most 27.6 nats
 STATES = ("hidden_states", "encoder_hidden_states")
-"""Names of block inputs that are hidden states; a block's first input always is, whatever its name."""
+"""Names of block inputs that are hidden states; a block's first input always counts as such."""
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,8 @@ def combine_rounding(
 
     The degrees of freedom of the sum follow Welch and Satterthwaite. `_moderate` then averages the sums over heads.
 
-    An integer measure (a count of columns, a rank) does not change in most draws. Each head's size is therefore
-    at least the standard deviation of a Gaussian whose typical maximum over all draws and heads is the largest
-    observed change.
+    An integer measure (a count of columns, a rank) does not change in most draws. Each head's size is therefore at
+    least the standard deviation of a Gaussian whose typical maximum over all draws and heads is the largest change.
     """
     # a form of zeros is not rounded (NaN); then only the other model's draws count
     squares = [part.double() if squared else part.double().square() for part in (first, second)]
@@ -335,7 +334,7 @@ def stored_types(model: PreTrainedModel, unused: Collection[str] = ()) -> list[t
 
 @contextmanager
 def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
-    """Context manager: move one value in twelve of each weight by ± one spacing of its type; restore it at the end."""
+    """Context manager: move one value in twelve of each weight by ± one spacing of its type; restore all at the end."""
     replaced_values: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         for data, kind in types:
