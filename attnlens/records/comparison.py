@@ -175,7 +175,7 @@ class DiagnosedCause(Record):
     hypothesis: str  # Short name, or UNEXPLAINED
     layers: list[Count]  # Numbers of the layers; empty for tensors outside of layers
     heads: list[Count] = []  # Query heads that differ; empty for all
-    residual: Number  # Largest ‖B − T(A)‖/max(‖T(A)‖, ‖B‖) of a tensor; T is the hypothesis, or the identity without one
+    residual: Number  # Largest ‖B − T(A)‖/max(‖T(A)‖, ‖B‖) of a tensor, with the hypothesis T (UNEXPLAINED: identity)
     repair: str | None = None  # How to undo the difference, as an imperative; None if there is nothing to undo
     text: str  # How the second model's tensors differ, as a clause
     tensors: list[str] = []  # Tensors explained, by role (`query.weight`) or by name within the layer

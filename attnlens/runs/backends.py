@@ -1,4 +1,4 @@
-"""Compare attention backends with the model in float64, and find outputs that depend on hidden tokens."""
+"""Compare attention backends with the model in float64, and test each backend's attention masks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Outputs = dict[Site, Tensor]
 
 @contextmanager
 def use_backend(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
-    """Context manager: yield the model, or a copy, with backend `name`; raise ValueError if it is unsupported."""
+    """Context manager: yield the model, or a copy, with attention backend `name`; raise ValueError if unsupported."""
     # a private method, because transformers has no public one
     if model._can_set_attn_implementation():
         with hooks.implementation(model, name):
@@ -74,7 +74,7 @@ def use_backend(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
 def record_sites(
     model: PreTrainedModel, targets: Sequence[SiteCall], calls: dict[Site, dict[str, Any]], outputs: Outputs
 ) -> Iterator[None]:
-    """Context manager: during one pass, record the sites' arguments in `calls` and their outputs in `outputs`."""
+    """Context manager: during one pass, record the arguments and outputs of the targets' modules, by site."""
     by_call = {(target.site.path, target.site.ordinal): target.site for target in targets}
     paths = {model.get_submodule(target.site.path): target.site.path for target in targets}
     counter = Counter[nn.Module]()
@@ -129,7 +129,7 @@ class PreparedCase:
 
 
 class Comparison:
-    """Comparison of backends with a reference model that recomputes attention, in float64 if possible."""
+    """Comparison of backends with a reference: the model with recomputed attention, in float64 if possible."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class Comparison:
                 self.prepared.append(prepared)
 
     def _prepare_case(self, case: Case, cases: Cases) -> PreparedCase | None:
-        """Compute a test's reference results; None if packing is tested by default, but the model ignores it."""
+        """Compute a test's reference results; None for an unrequested packing test that does not apply."""
         by_call = {(each.site.path, each.site.ordinal): each.site for each in self.site_calls}
         below = torch.ones(case.documents.shape[1], case.documents.shape[1], dtype=torch.bool).tril()
         targets, allowed, attention, separated = list[SiteCall](), {}, {}, False
@@ -230,7 +230,7 @@ class Comparison:
         return PreparedCase(case, targets, allowed, attention, expected)
 
     def names(self) -> Iterator[str]:
-        """Yield the requested backends; by default eager and sdpa, and on a CUDA device also all others."""
+        """Yield the names of the requested backends; by default eager and sdpa, or all backends on a CUDA device."""
         if self.named_backends is not None:
             yield from self.named_backends
             return
@@ -241,7 +241,7 @@ class Comparison:
     def check(self, name: str) -> BackendCheck | None:
         """Compare one backend with the reference, in float32 or bfloat16 if the backend can't run in the model's type.
 
-        Return None if the backend can't run here and was not requested by name.
+        Return None if the backend can't run and no backends were requested.
         """
         reasons = list[str]()
         for dtype in dict.fromkeys((self.model.dtype, torch.float32, torch.bfloat16)):
@@ -309,7 +309,7 @@ class Comparison:
     def _explain_rounding(
         self, sites: Sequence[SiteError], tolerance: float, dtype: torch.dtype
     ) -> tuple[float, str] | None:
-        """Return the largest error that the rounding of scores explains, and a sentence.
+        """Return the largest error that the rounding of scores can cause, and a description of the rounding.
 
         Return None if no site's error exceeds the tolerance, or if rounding does not explain the first such error.
         """
@@ -332,7 +332,7 @@ class Comparison:
     def _try_mask(
         self, prepared: PreparedCase, model: PreTrainedModel, tolerance: float, output_error: float
     ) -> MaskCheck:
-        """Run one mask test in the model's type; the error is None if outputs of real tokens are not finite.
+        """Run one mask test in the model's dtype; its error is None if outputs at real tokens are not finite.
 
         If `output_error`, the backend's error on ordinary inputs, exceeds the tolerance, larger deviations are
         accepted, because the backend may round coarsely.
@@ -378,10 +378,9 @@ class Comparison:
     def _probe_outputs(
         self, prepared: PreparedCase, model: PreTrainedModel, inputs: dict[str, Tensor], result: Tensor
     ) -> list[Sight]:
-        """Find model outputs that depend on a token from which no path of attention leads to the output.
+        """Find model outputs that depend on the perturbed token although no path of allowed attention connects them.
 
-        Return [] if only some layers were requested, or if the outputs do not belong to the tokens of the perturbed
-        input.
+        Return [] if only some layers were requested, or if outputs do not correspond to tokens of the perturbed input.
         """
         case = prepared.case
         shape = case.documents.shape
@@ -411,9 +410,9 @@ class Comparison:
         outputs: Mapping[Site, Tensor],
         least: float,
     ) -> list[Sight]:
-        """Find outputs of a site that depend on a hidden token or ignore an attended token, largest change first.
+        """Find outputs of a site that depend on a masked token or ignore an attended token, largest change first.
 
-        A perturbed token must change each output that gives the token an attention weight of at least `least`.
+        A token counts as attended if its attention weight is at least `least`.
         """
         case, site = prepared.case, target.site
         arguments, name = calls[site], target.other or target.input_name
@@ -506,7 +505,7 @@ class Comparison:
 
 
 def build_unchecked(mask: str, reason: str) -> MaskCheck:
-    """Build the record of a mask test that can't run."""
+    """Build the record of a mask test that was not run."""
     return MaskCheck(mask=mask, verdict="not checked", reason=reason)
 
 
@@ -523,7 +522,7 @@ def _run_test(mask: str, test: Callable[[], MaskCheck]) -> MaskCheck:
 def _build_sight(
     kind: Literal["sees", "misses"], case: Case, place: Sequence[int], change: Tensor, site: Site | None
 ) -> Sight:
-    """Build the record of a fault at `place`, the indices of a row and an output."""
+    """Build the record of a mask fault; `place` is the row and the output's position."""
     row, output = place
     layer, name = (None, None) if site is None else (site.layer, site.name)
     token, size = case.probes[row], float(change[row, output])
@@ -531,7 +530,7 @@ def _build_sight(
 
 
 def perturb(hidden: Tensor, probes: Sequence[int], size: float, seed: int) -> Tensor:
-    """Copy hidden states, and move token `probes[r]` of row r by `size` times its norm in a random direction."""
+    """Return a copy of `hidden` with token `probes[r]` of row r moved by `size` × its norm in a random direction."""
     rows, places = torch.arange(len(probes)), torch.tensor(list(probes))
     moved, token = hidden.clone(), hidden[rows, places]
     direction = torch.randn(token.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -16,13 +16,13 @@ from attnlens.runs.feeding import convert_batch, evaluation_mode, require_model
 
 @public
 def capture(model: PreTrainedModel | loading.Loaded, batch: Mapping[str, object]) -> list[QueryKey]:
-    """Capture softmax(scale · Q Kᵀ + bias + mask) of every site that `batch` reaches, as QueryKeys in layer order.
+    """Capture softmax(scale · Q Kᵀ + bias + mask) of every site that runs on `batch`, as QueryKeys in layer order.
 
     `batch` maps the names of the model's inputs to tensors, as the model's tokenizer returns them with
-    return_tensors="pt". Queries and keys have the axes (batch, heads, tokens, head_dim), including padding. `site.path`
-    is the path of the module, `site.layer` its layer, and `attention` the attention probabilities; analyzers accept a
-    QueryKey as input. The model runs without dropout or cache and is not changed. A warning reports attention that ran
-    but can't be read.
+    return_tensors="pt". Queries and keys have the shape (batch, heads, tokens, head_dim) and include padding. In each
+    QueryKey, `site.path` is the path of the module, `site.layer` its layer, and `attention` contains the attention
+    probabilities; analyzers accept a QueryKey as input. The model runs without dropout or cache and is not changed.
+    A warning reports attention that ran but can't be read.
     Raise UsageError if an argument is invalid, ModelError if the model can't run or has no attention that can be read,
     and IdentityError if recomputing attention from the capture changes the model's outputs.
     """

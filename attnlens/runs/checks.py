@@ -1,4 +1,4 @@
-"""Check that a model runs, has all weights and requested heads, and keeps its outputs if attention is recomputed."""
+"""Check that a model runs, has all weights and requested heads, and keeps its outputs when attention is recomputed."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def measure_predictions(task: Task) -> Measurement:
 
 
 def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure: Measurement) -> None:
-    """Raise ModelError if measured values can depend on a weight that is random because the checkpoint lacks it."""
+    """Raise ModelError if the result of `measure` can depend on a weight that the checkpoint lacks."""
     if random := find_random_weights(loaded, inputs, measure):
         problem = f"The checkpoint of {loaded.info.id} lacks {random[1]}, which would be initialised at random."
         raise ModelError(problem, "Use a complete checkpoint, or load the checkpoint with its original architecture.")
 
 
 def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """Return the path of a module whose missing weight can affect predictions, and the reason for the missing loss.
+    """Return the path of a module whose missing weight can affect predictions, and the reason why there is no loss.
 
     Return None if predictions do not depend on any missing weight.
     """
@@ -64,15 +64,15 @@ def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], t
     if random is None:
         return None
     module, name = random
-    return module, f"the checkpoint lacks {name}, so the model has no loss"
+    return module, f"the checkpoint lacks {name}, so the loss is undefined"
 
 
 def find_random_weights(
     loaded: loading.Loaded, inputs: Mapping[str, Tensor], measure: Measurement
 ) -> tuple[str, str] | None:
-    """Return (module path, name) of the first missing weight that can affect measured values; None if there is none.
+    """Return (module path, name) of the first missing weight that can affect the result of `measure`, or None.
 
-    The name includes the number of further such weights (`name and 3 more`). A weight is ignored only if it is a
+    The number of further such weights follows the name (`name and 3 more`). A weight is ignored only if it is a
     parameter without a gradient in a module that ran (BERT's pooler): an unused expert can run on other inputs.
     """
     lacking, parts = set(loaded.missing_keys), (loaded.model.named_parameters, loaded.model.named_buffers)
@@ -109,7 +109,7 @@ NOT_RUN = "it does not run on this input"
 
 
 def survey_model(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.Survey:
-    """List the attention that a pass on `inputs` reaches. Raise ModelError if the model can't run on `inputs`."""
+    """Find the attention sites in a pass on `inputs`. Raise ModelError if the model can't run on `inputs`."""
     try:
         return hooks.run_survey(loaded.model, inputs)
     except FAILURES:
@@ -120,14 +120,14 @@ def survey_model(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> hooks.
 
 @contextmanager
 def _convert_errors(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-    """Context manager: raise ModelError if the model fails on these inputs, but not if memory runs out."""
+    """Context manager: convert errors of the model on `inputs` to ModelError, unless memory ran out."""
     try:
         yield
     except FAILURES as error:
         if is_memory(error):
             raise
         reason = f"{type(error).__name__}: {loading.first_line(error)}"
-        remedy = "Try other or longer inputs, or check that config.json belongs to this model."
+        remedy = "Try different or longer inputs, or check that config.json belongs to this model."
         raise ModelError(f"{loaded.info.id} can't run on {' and '.join(inputs)}: {reason}", remedy) from error
 
 
@@ -163,7 +163,7 @@ def survey_ids(
 
 
 def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Return the relative change of outputs when attention is recomputed. Raise ModelError if the model can't run."""
+    """Return the relative change in outputs when attention is recomputed. Raise ModelError if the model can't run."""
     weights = None if loaded.shapes is None else loaded.shapes.deferred
     precise: hooks.Precise | None = None if weights is None else lambda call: weights.whole(call.site.path)
     with _convert_errors(loaded, inputs):
@@ -171,9 +171,9 @@ def measure_identity_error(loaded: loading.Loaded, inputs: Mapping[str, Tensor])
 
 
 def prove_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> tuple[float | None, str | None]:
-    """Return (identity error, None), or (None, name) if the weight `name` is not finite and the error is NaN.
+    """Return (identity error, None); if the error is NaN, (None, the name of a weight that is not finite).
 
-    Raise IdentityError if the error exceeds the tolerance, ModelError if outputs overflow although weights are finite.
+    Raise IdentityError if the error exceeds the tolerance, and ModelError if outputs overflow from finite weights.
     """
     error = measure_identity_error(loaded, inputs)
     if error <= hooks.IDENTITY_TOLERANCE:
@@ -195,11 +195,11 @@ def refuse_unsteady(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Non
         raise ModelError(problem, "Try --dtype float64; a model that also overflows in float64 cannot be measured.")
     if error > hooks.IDENTITY_TOLERANCE:
         problem = f"{loaded.info.id} is not deterministic: two passes over the same input differ by {error:.1e}."
-        raise IdentityError(problem, "Choose a deterministic model: attention cannot be verified in other models.")
+        raise IdentityError(problem, "Choose a deterministic model: the attention of other models cannot be verified.")
 
 
 def describe_overflow(dtype: torch.dtype, site_calls: Iterable[SiteCall]) -> str | None:
-    """Return a sentence that reports the largest q·k if it overflows `dtype`; otherwise None."""
+    """Return a description of the largest q·k if it overflows `dtype`; otherwise None."""
     limit = torch.finfo(dtype).max
     products = (each.call.query.double() @ each.call.paired_key.double().mT for each in site_calls)
     largest = max(float(product.abs().max()) for product in products)
@@ -210,9 +210,9 @@ def describe_overflow(dtype: torch.dtype, site_calls: Iterable[SiteCall]) -> str
 
 
 def bound_rounding(query_key: QueryKey, dtype: torch.dtype) -> tuple[float, str]:
-    """Return the largest relative error that rounding of a site's scores explains, and describe the rounding.
+    """Return the largest relative error that rounding of a site's scores explains, and a description of the rounding.
 
-    The bound is twice the rounding of the largest score. A float64 model can compute its softmax in float32.
+    The bound is twice the rounding of the largest score. float64 counts as float32, in which softmax can run.
     """
     coarse, largest = torch.float32 if dtype == torch.float64 else dtype, query_key.largest_logit
     name = str(coarse).removeprefix("torch.")
@@ -220,7 +220,7 @@ def bound_rounding(query_key: QueryKey, dtype: torch.dtype) -> tuple[float, str]
 
 
 def find_task(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
-    """Return the model's likeliest task; the second likeliest if causal predictions see later tokens (PaliGemma)."""
+    """Return the model's most likely task, but not `causal` if its predictions see later tokens (PaliGemma)."""
     tasks = tasks_of(loaded.model)
     if tasks[0] != "causal":
         return tasks[0]
@@ -238,7 +238,7 @@ def find_task(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> Task:
 
 
 def require_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> float:
-    """Return the identity error.
+    """Return the identity error: the relative change in outputs when attention is recomputed.
 
     Raise the errors of `prove_identity`, and ModelError if a weight that is not finite makes the identity error NaN.
     """
@@ -250,7 +250,7 @@ def require_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> fl
 
 
 def list_skipped(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
-    """List attention that can't be read or does not run on this input, and layers that the config leaves out."""
+    """List attention that can't be read or did not run, and layers of the checkpoint that the config omits."""
     outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in survey.missed.items()]
     known = [f".{name}" for name, _ in loaded.model.named_parameters()]
     unused: Counter[str] = Counter()
@@ -260,7 +260,7 @@ def list_skipped(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
             counterpart = f".{layer.group(1) or ''}0{name[layer.end() :]}"
             if any(counterpart.endswith(other) or other.endswith(counterpart) for other in known):
                 unused[layer.group()] += 1
-    why = f"the config leaves out layers of the checkpoint, which have {sum(unused.values())} unused tensors"
+    why = f"the config omits layers of the checkpoint, whose {sum(unused.values())} tensors are unused"
     return outside + [Skipped(site=layer, reason=why) for layer in unused]
 
 
@@ -278,7 +278,7 @@ def check_selection(
 
 
 def layer_names(sites: Iterable[Site]) -> list[str]:
-    """Return the name of every layer of a model with several parts; [] for a single part."""
+    """Return the layer name of each site of a model with several parts (encoder, decoder); otherwise []."""
     return [site.layer_name for site in sites if site.number is not None]
 
 
@@ -290,7 +290,7 @@ def _list_layers(site_calls: Sequence[SiteCall]) -> str:
 
 
 def describe_conventions(site_calls: Sequence[SiteCall], site_traits: Sequence[weights.Traits]) -> Conventions:
-    """Describe the properties of the model's attention that readers need to interpret the measures."""
+    """Describe the properties of a model's attention that affect the interpretation of measures."""
     calls, traced = [each.call for each in site_calls], sum(each.site.traced for each in site_calls)
     biased = any(call.bias is not None for call in calls)
     untested = "absolute" if len(site_traits) == len(site_calls) else "unknown"
@@ -302,10 +302,10 @@ def describe_conventions(site_calls: Sequence[SiteCall], site_traits: Sequence[w
             each.site.part == "decoder" for each in site_calls
         ),
         f"At {traced} of {len(site_calls)} sites the module has its own attention code: queries, keys and scale are "
-        "traced from its softmax, and a pass with other queries and keys confirmed them.": traced,
+        "traced from its softmax, and confirmed by a pass with different queries and keys.": traced,
         "The model adds terms to its scores that are not products of a query and a key (position bias, "
         "content–position terms): the shares and tokens.definite describe only the products.": biased,
-        "Latent attention (MLA): the length of each token's latent sets the relative weight of the two parts of its "
+        "Latent attention (MLA): the length of each token's latent vector weights the two parts of its "
         "key, without positions (nope) and rotated (rope), so a head has no single bilinear form; weights.* describe "
         "the nope part.": any(traits.latent for traits in site_traits),
     }

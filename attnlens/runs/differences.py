@@ -58,9 +58,9 @@ class Continuations:
 
 
 def choose_prompts(model: PreTrainedModel, fed: Sequence[Fed], task: Task, prompts: Prompts | None) -> Prompts | str:
-    """Return `prompts`, by default the beginnings of up to MOST inputs; return the reason if inputs can't be continued.
+    """Return `prompts`, by default the beginnings of up to MOST sequences, or why sequences can't be continued.
 
-    Each beginning has half the median length; inputs shorter than the median are left out. Raise UsageError if the
+    Each beginning has half the median length; sequences shorter than the median are left out. Raise UsageError if the
     model can't continue `prompts`.
     """
     reason = ""
@@ -109,7 +109,7 @@ def tokenize_prompts(loaded: Loaded, content: texts.Content) -> Prompts:
 
 
 def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> Continuations | str:
-    """Continue the prompts greedily with the original model; return the continuations, or the reason for a failure."""
+    """Continue the prompts greedily with the original model; return the continuations, or why this is impossible."""
     if tokens < 1:
         return "the prompts fill the model's context"
     try:
@@ -127,7 +127,7 @@ def continue_prompts(model: PreTrainedModel, prompts: Prompts, tokens: int) -> C
 
 
 def measure_agreement(model: PreTrainedModel, original: Continuations | str, variant: Variant) -> Agreement | str:
-    """Count, for each prompt, the generated tokens before the models first differ; return the reason for a failure."""
+    """Count the tokens generated after each prompt before the models differ; return the reason if the variant fails."""
     if isinstance(original, str):
         return original
     try:
@@ -158,7 +158,7 @@ def measure_agreement(model: PreTrainedModel, original: Continuations | str, var
 def _count_common(
     expected: Int[Tensor, "steps prompts"], ends: Int[Tensor, " ids"], chosen: Iterator[Int[Tensor, " prompts"]]
 ) -> Int[Tensor, " prompts"]:
-    """Count, for each prompt, the tokens before the first difference; all tokens if there is no difference."""
+    """Count, for each prompt, the tokens before `chosen` differs from `expected`; all if both end the text equally."""
     equal = torch.ones_like(expected[0], dtype=torch.bool)
     counts = torch.zeros_like(expected[0])
     for tokens, new in zip(expected, chosen, strict=False):
@@ -221,7 +221,7 @@ class Differences:
     def add(
         self, original: PassOutputs, new: PassOutputs, targets: Tensor | None, sizes: int, ids: Tensor | None = None
     ) -> None:
-        """Add both models' outputs on a batch of `sizes` tokens; `ids`: input tokens, needed for causal models."""
+        """Add both models' outputs on a batch of `sizes` tokens; `ids` are its tokens, needed for causal models."""
         self.seconds.append(new.seconds)
         self.original_seconds.append(original.seconds)
         self.sizes.append(sizes)
@@ -316,7 +316,7 @@ class Differences:
         return fields, reasons
 
     def _prediction_change(self) -> PredictionChange:
-        """Summarise KL, top-1 agreement and change of perplexity, with standard errors over windows or texts."""
+        """Summarise KL, top-1 agreement and the change in perplexity, with standard errors over windows or texts."""
         counts = torch.cat(self.counts)
 
         def mean_with_error(parts: list[Tensor]) -> tuple[float, float | None]:
@@ -372,7 +372,7 @@ class Differences:
     def compare_loss(self, other: Differences, seed: int) -> Change | None:
         """Return the change in loss from `other` to this variant.
 
-        Return None for noise, without predictions, or if a loss is not finite.
+        Return None if the input is noise, there are no predictions, or a loss is not finite.
         """
         if self.noise or not self.before or not torch.cat((*other.after, *self.after)).isfinite().all():
             return None
@@ -389,7 +389,7 @@ class Differences:
         return "a single text has no spread" if self.design.clustered else "one window has no spread"
 
     def _changes(self, seed: int, rows: Tensor | None = None) -> tuple[Change, Change | None]:
-        """Return the changes of loss and of perplexity (None if it overflows) over all sequences or those in `rows`."""
+        """Return the changes in loss and in perplexity (None if it overflows) over all sequences or those in `rows`."""
         parts = [torch.cat(part) for part in (self.before, self.after, self.counts)]
         before, after, counts = parts if rows is None else [part[rows] for part in parts]
         design = self.sampled if rows is None else Design.plain(len(rows))
@@ -422,7 +422,7 @@ def compare(
     progress: AddSteps,
     design: Design,
 ) -> dict[Name, Differences]:
-    """Compare each variant with the original model on the same batches; return the differences by variant."""
+    """Compare each variant with the original model on the same batches; return the differences keyed by variant."""
     differences = {name: Differences(task, batches[0].noise, design) for name in variants}
     for fed in batches:
         original = run(model, fed, task)
@@ -435,7 +435,7 @@ def compare(
 
 
 def mean_loss(model: PreTrainedModel, batches: Sequence[Fed], task: Task) -> float | None:
-    """Return the model's loss in nats per predicted token; None without targets, for noise, or if it is not finite."""
+    """Return the loss in nats per predicted token; None without targets, for noise input, or if it is not finite."""
     total, count = 0.0, 0.0
     for fed in batches:
         logits = run(model, fed, task).logits

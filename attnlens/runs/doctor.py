@@ -30,8 +30,8 @@ from attnlens.runs.progress import Progress, silent, start_stage
 from attnlens.runs.provenance import assemble_report
 
 WEIGHTS_TOLERANCE = 1e-6
-"""Relative tolerance of weights.*, computed in float64 from the same weights and written with nine digits. Another BLAS
-sums in another order, which changes ill-conditioned measures (small eigenvalues) by more than the last digit."""
+"""Relative tolerance of weights.*, computed in float64 from the same weights and written with nine digits. BLAS
+libraries sum in different orders, which changes ill-conditioned measures (small eigenvalues) in more than one digit."""
 SMALLEST = 1e-6  # smallest divisor of a relative deviation: a share that is 0 up to rounding has no correct digits
 
 
@@ -43,7 +43,7 @@ def recompute(report: Report, model: str, heads: int, *, progress: Progress = si
     Each call draws heads anew, so that they can't be predicted. weights.* may differ by WEIGHTS_TOLERANCE, all other
     measures by √ε (ε: machine epsilon of the model's type), relative to the larger value. `more` are options of
     `inspect` that a report does not contain: the text, and options of `load`. Raise UsageError if the report has no
-    heads or was computed on another text.
+    heads or was computed on a different text.
     """
     if report.command != "inspect" or not report.heads:
         problem = f"The report of `{report.command}` has no heads that can be recomputed."
@@ -100,8 +100,8 @@ def _recomputed_check(subject: str, wanted: str, passed: bool) -> Check:
 
 TOLERANCE = hooks.IDENTITY_TOLERANCE  # largest relative error of an attention matrix
 EAGER_TOLERANCE = 1e-3
-"""Relative difference of outputs above which eager attention counts as a different computation: rounding in float32
-stays well below, another mask or scale well above."""
+"""Relative difference in outputs above which eager attention counts as a different computation: rounding in float32
+causes much less, a different mask or scale much more."""
 
 
 @public
@@ -111,12 +111,12 @@ def doctor(
 ) -> Report:
     """Compare recomputed attention P with the model's own, site by site: ‖P − P_model‖/‖P_model‖.
 
-    P is computed twice: from captured queries and keys, and from weights × inputs. P_model is the attention
-    that the model itself returns under its own eager attention. The model is loaded in float64 (a loaded
-    model is copied), which takes twice the memory, so that errors are not due to rounding. Float32 is used if float64
-    fails, or if recomputed attention differs only in float64; the tolerance is the same. Attention backends and masks
-    are tested, too. Raise UsageError for invalid arguments, TextError for an invalid text, and ModelError if the model
-    can't be loaded or analysed.
+    P is computed twice: from captured queries and keys, and from weights × inputs. P_model contains the attention
+    probabilities that the model itself returns with eager attention. The model is loaded in float64 (a loaded model is
+    copied), which takes twice the memory, so that errors are not due to rounding. Float32 is used if float64 fails, or
+    if recomputed attention differs only in float64; the tolerance is the same. Attention backends and masks are also
+    tested. Raise UsageError for invalid arguments, TextError for an invalid text, and ModelError if the model can't be
+    loaded or analysed.
     """
     start = time.perf_counter()
     load_options = {"dtype": request.dtype, **feeding.load_options(request, model)}
@@ -152,7 +152,7 @@ def doctor(
 
 
 def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
-    """Examine the model; repeat in float32 if float64 fails or recomputed attention differs in float64.
+    """Check the model's attention and outputs; repeat in float32 if float64 fails or recomputed attention differs.
 
     Return the result in float32 if float64 fails, or if attention differs only in float64 (EoMT). The model then stays
     in float32.
@@ -180,7 +180,7 @@ def _diagnose(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tens
 
 
 def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tensor], progress: Progress) -> Report:
-    """Examine the model on these inputs, and return the report without timings."""
+    """Check the model's attention and outputs on `inputs`; return a report without timings and backends."""
     survey = checks.survey_model(loaded, inputs)
     site_calls = survey.sites
     checks.check_selection(settings.layers, settings.heads, site_calls)
@@ -212,7 +212,7 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
 
 
 def _coverage(results: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
-    """Summarise the coverage: a head is analysed if its error is known from tokens, from weights, or from both."""
+    """Summarise the coverage: a head is analysed if its error from tokens or its error from weights is known."""
     heads = sum(check.heads for check in results)
     analysed = heads - sum(check.heads for check in results if check.verdict == "not checked")
     skipped, without = list[Skipped](), dict[str, int]()
@@ -234,7 +234,7 @@ def check_sites(
     layers: Sequence[int | str] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[SiteCheck]:
-    """Check the chosen layers and heads of `site_calls`; `first` contains the same sites' calls on one token."""
+    """Check the attention of the chosen layers and heads; `first` contains the same sites' calls on one token."""
     probabilities = collect_probabilities(model, inputs, site_calls)
     pairs = [
         (single, each, chosen)
@@ -254,7 +254,7 @@ def check_sites(
 def collect_probabilities(
     model: PreTrainedModel, inputs: dict[str, Tensor], site_calls: Sequence[SiteCall]
 ) -> dict[Site, Tensor | str]:
-    """Return each site's attention probabilities under the model's own eager attention, or the reason if unknown.
+    """Return each site's attention probabilities from the model's own eager attention, or why they are unknown.
 
     Probabilities are also unknown if the model's default attention differs from eager attention (PaliGemma's SDPA is
     not causal).
@@ -267,7 +267,7 @@ def collect_probabilities(
         if not difference <= max(EAGER_TOLERANCE, 16 * torch.finfo(model.dtype).eps):
             size = f"transformers' eager attention changes this model's outputs by {difference:.1e}"
             overflow = checks.describe_overflow(model.dtype, site_calls) if math.isnan(difference) else None
-            why = overflow or f"{size}, so eager matrices are not comparable"
+            why = overflow or f"{size}, so eager attention matrices are not comparable"
             captured = {}
     except FAILURES as error:
         why = f"the model can't run under transformers' eager attention ({loading.first_line(error)})"
@@ -324,7 +324,7 @@ def _check(
 
 
 def _explain_rounding(query_key: QueryKey, probabilities: Tensor, error: float, *, rounded: bool) -> str:
-    """Return a sentence if the model's own rounding of scores explains the error, else "".
+    """Describe the model's own rounding of scores if it explains the error; otherwise return an empty string.
 
     For a float64 model without sinks, softmax in float32 must give the model's probabilities. For other models, and if
     an earlier site's rounding changed the inputs (`rounded`), the error must be at most twice the rounding of the

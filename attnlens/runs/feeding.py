@@ -43,7 +43,7 @@ def predicts_text(loaded: Loaded) -> bool:
 
 
 def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tuple[list[Tensor], int]:
-    """Return [mean losses, numbers of predicted tokens], both by sequence, and the vocabulary size.
+    """Return [mean losses, numbers of predicted tokens], each with one value per sequence, and the vocabulary size.
 
     Sequences without predicted tokens are omitted. Return ([], 0) if the model does not predict the next token.
     """
@@ -61,9 +61,9 @@ def measure_losses(loaded: Loaded, batches: Batches, result: ModelOutput) -> tup
 def describe_guessing(
     means: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"], names: Sequence[str], vocabulary: float
 ) -> list[str]:
-    """Return a note for each text on which the model's loss exceeds that of random guessing.
+    """Return a note for each text on which the model's mean loss exceeds the loss of random guessing.
 
-    `names` contains the name of each sequence's text.
+    `means` and `counts` are each sequence's mean loss and number of predicted tokens, `names` its text's name.
     """
     guess, notes = math.log(vocabulary), list[str]()
     for name in dict.fromkeys(names):
@@ -88,7 +88,7 @@ LOADED = {*Loading.model_fields, *SpreadRequest.model_fields}  # names of the op
 
 
 def load_options(request: Loading, model: object) -> dict[str, Any]:
-    """Return the explicitly set options of `load`.
+    """Return the options of `load` that the request sets explicitly.
 
     If `model` is already loaded, raise UsageError for such options, and ModelError if weights are on the meta device.
     """
@@ -104,7 +104,7 @@ def load_options(request: Loading, model: object) -> dict[str, Any]:
 
 
 def add_model_settings(settings: Settings, loaded: Loaded) -> Settings:
-    """Add the model's device, dtype, notes and window length to settings; raise UsageError for an invalid length."""
+    """Add a model's device, dtype, notes and window length to settings; raise UsageError for an invalid length."""
     device, dtype = loading.format_devices(loaded.model), str(loaded.dtype).removeprefix("torch.")
     length = texts.window_length(loaded.model, settings.length)
     notes = [*settings.notes, *loaded.notes]
@@ -128,7 +128,7 @@ def build_cut(settings: Settings, request: Feeding) -> texts.Cut:
 
 
 def build_design(requested: Settings, inputs: texts.Batches) -> Design:
-    """Return the sequences' sampling design. Raise UsageError if intervals over too few texts are requested."""
+    """Return the sampling design of the sequences. Raise UsageError if intervals over too few texts are requested."""
     names = inputs.parts or ("",) * inputs.sequences
     count = len(set(names))
     if requested.intervals == "texts" and count < FEWEST_TEXTS:
@@ -139,7 +139,7 @@ def build_design(requested: Settings, inputs: texts.Batches) -> Design:
 
 
 def describe_input(requested: Settings, inputs: texts.Batches, loaded: Loaded) -> Settings:
-    """Add a description of the input to the settings: texts, windows and intervals, or noise."""
+    """Return the settings with a description of the input: texts, windows and intervals, or noise."""
     text, windows = Text.of(inputs.texts), {"windows": inputs.sequences}
     if inputs.tokens:
         update = {
@@ -172,14 +172,14 @@ def _window_notes(requested: Settings, inputs: texts.Batches, loaded: Loaded) ->
 
 
 def record_length(settings: Settings, loaded: Loaded, site_calls: Sequence[SiteCall]) -> Settings:
-    """Return the settings; if the input is noise, set `length` to the largest number of queries at any site."""
+    """Return the settings with, for noise input, the largest number of queries at any site as `length`."""
     if texts.reads_text(loaded) or settings.noise is None:
         return settings
     return settings.model_copy(update={"length": max(each.call.query.shape[2] for each in site_calls)})
 
 
 def refuse_text(loaded: Loaded, text: Sequence[str], tokens: int | None) -> None:
-    """Raise UsageError if the user gave a text, or a length in tokens, for a model that does not read text."""
+    """Raise UsageError if a text, or a length in tokens, is given for a model that does not read text."""
     if texts.reads_text(loaded) or (not text and tokens is None):
         return
     inputs = {"pixels": "pixels", "audio": "sound"}.get(loaded.kind, " and ".join(texts.required_inputs(loaded.model)))

@@ -1,4 +1,4 @@
-"""Build inputs that each test one property of attention masks, and find the tokens that each output may depend on."""
+"""Build inputs, each of which tests one property of attention masks, and list the tokens that outputs may depend on."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Rule:
 
 
 def explain_no_masks(inputs: Mapping[str, Tensor]) -> str | None:
-    """Return the reason why masks can't be tested; None if the model, or its decoder (Whisper), reads only text."""
+    """Return the reason why masks can't be tested; None if the model or its decoder (Whisper) reads only text."""
     ids = inputs.get(main_input(inputs))
     if ids is None or ids.dim() != 2 or ("input_ids" in inputs and not inputs.keys() <= TEXT_INPUTS):
         return "masks are tested only if the model, or its decoder, reads only text"
@@ -52,7 +52,7 @@ def explain_no_masks(inputs: Mapping[str, Tensor]) -> str | None:
 
 
 def find_rule(model: PreTrainedModel, target: SiteCall) -> Rule:
-    """Return the rule that the configuration declares for a site; by default, the usual rule of the site's part."""
+    """Return the rule that the configuration declares for a site; by default, the usual rule for its part."""
     module, part = target.module, target.site.part
     config = getattr(module, "config", model.config)
     causal = part == "decoder"
@@ -83,7 +83,7 @@ def _find_window(module: nn.Module, config: object) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Inputs that test one property of the masks. Row r of the batch is perturbed at token `probes[r]`."""
+    """Inputs that test one property of attention masks; in row r, token `probes[r]` is perturbed."""
 
     name: str
     inputs: dict[str, Tensor]
@@ -104,7 +104,7 @@ class Case:
         return replace(self, inputs={name: tensor.to(device) for name, tensor in self.inputs.items()}, pieces=pieces)
 
     def visible_tokens(self, rule: Rule, queries: int) -> Bool[Tensor, "rows queries tokens"]:
-        """Return a mask of the tokens that each output may depend on: in cross-attention, all tokens except padding."""
+        """Return True for the tokens that each output may depend on (cross-attention: all tokens except padding)."""
         real = self.documents >= 0
         rows, tokens = self.documents.shape
         if queries != tokens:
@@ -123,17 +123,17 @@ class Case:
 
 
 def main_input(inputs: Mapping[str, Tensor]) -> str:
-    """Return the name of the input whose tokens the model's outputs belong to."""
+    """Return the name of the input whose tokens the model's outputs correspond to."""
     return "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
 
 
 def key_input(site: Site, inputs: Mapping[str, Tensor]) -> str:
-    """Return the name of the input whose tokens a site's keys belong to."""
+    """Return the name of the input whose tokens a site's keys are computed from."""
     return main_input(inputs) if site.part == "decoder" else "input_ids"
 
 
 class Cases:
-    """Requested mask tests of a model; by default, all applicable tests except those of prefixes and long windows."""
+    """The requested mask tests; by default, all that apply to the model except tests of prefixes and long windows."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Cases:
         return ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
 
     def cache_inputs(self) -> dict[str, Tensor]:
-        """Return one sequence for the cache test, if possible longer than the shortest window up to LONGEST_WINDOW."""
+        """Return one sequence for the cache test, if possible longer than the shortest window (if ≤ LONGEST_WINDOW)."""
         short = [width for width in self.windows if width <= LONGEST_WINDOW]
         tokens = max(PROBED, short[0] + STEPS + 1) if short else PROBED
         limit = position_limit(self.model) or tokens
@@ -194,7 +194,7 @@ class Cases:
         return {name: tensor.expand(rows, *tensor.shape[1:]) for name, tensor in others.items()}
 
     def _build_unmasked(self, name: str, perturbed: str, tokens: int, probes: list[int]) -> Case:
-        """Build a test without padding or a mask, with one row for each perturbed token."""
+        """Build a test without padding or an attention_mask, with one row for each perturbed token."""
         ids, rows = self.row(perturbed, tokens), len(probes)
         inputs = {perturbed: ids.expand(rows, -1), **self._others(perturbed, rows)}
         alone = {perturbed: ids, **self._others(perturbed, 1)}

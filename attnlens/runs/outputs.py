@@ -34,7 +34,7 @@ CLEAR = Path("/proc/self/clear_refs")  # Linux: writing 5 resets this process's 
 
 
 def speed(tokens: Sequence[int], seconds: Sequence[float]) -> float:
-    """Compute the median number of tokens per second over passes; omit the first of several passes (warm-up)."""
+    """Compute the median over passes of tokens per second; of several passes, omit the first (warm-up)."""
     rates = [count / time for count, time in zip(tokens, seconds, strict=True)]
     return statistics.median(rates[1:] or rates)
 
@@ -83,21 +83,21 @@ def token_losses(logits: Tensor, targets: Tensor) -> Float[Tensor, " predicted"]
 
 
 def sequence_losses(logits: Tensor, targets: Tensor) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """Return the mean loss in nats and the number of predicted tokens of each sequence with targets."""
+    """Return the mean loss in nats and the number of predicted tokens, for each sequence that has any."""
     return sequence_means(token_losses(logits, targets), targets != NOTHING)
 
 
 def sequence_means(
     values: Float[Tensor, " predicted"], predicted: Bool[Tensor, "batch positions"]
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """Return the mean and number of the predicted tokens' values, for each sequence with predicted tokens."""
+    """Return the mean and number of the predicted tokens' values, for each sequence that has any."""
     return average_by_sequence(values, predicted.nonzero()[:, 0], len(predicted))
 
 
 def average_by_sequence(
     values: Float[Tensor, " tokens"], owners: Int[Tensor, " tokens"], count: int
 ) -> tuple[Float[Tensor, " some"], Float[Tensor, " some"]]:
-    """Return the mean and number of values in each sequence with values; `owners` contains each value's sequence."""
+    """Return the mean and number of values, for each sequence that has any; `owners` are the values' sequences."""
     owners, values = owners.cpu(), values.double().cpu()
     counts = torch.bincount(owners, minlength=count).double()
     sums = torch.zeros_like(counts).index_add(0, owners, values)
@@ -105,7 +105,7 @@ def average_by_sequence(
 
 
 def run(model: PreTrainedModel, fed: Fed, task: Task) -> PassOutputs:
-    """Run and time one forward pass."""
+    """Run one forward pass; return its outputs and duration."""
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(model.device)
@@ -132,7 +132,7 @@ def predictions(result: object, fed: Fed, task: Task) -> Float[Tensor, "predicte
 
 
 def sequence_index(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the index of each real token's sequence in the batch; None if sequences have unequal numbers of rows."""
+    """Return the batch index of each real token's sequence; None if sequences have unequal numbers of rows."""
     sequences = texts.sequences_in(inputs)  # a model that cuts images into windows returns several rows per image
     if len(states) % sequences:
         return None
@@ -142,7 +142,7 @@ def sequence_index(states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | Non
 
 
 def tokens_in(fed: Fed) -> int:
-    """Count a pass's tokens without padding (encoder–decoders: of the decoder); without a mask, count sequences."""
+    """Count a pass's tokens except padding (encoder–decoders: decoder tokens); without a mask, count sequences."""
     masks = [fed.inputs[name] for name in ("decoder_attention_mask", "attention_mask") if name in fed.inputs]
     return int(masks[0].sum()) if masks else texts.sequences_in(fed.inputs)
 
@@ -150,8 +150,7 @@ def tokens_in(fed: Fed) -> int:
 def divergence(original: Tensor, new: Tensor) -> Float[Tensor, " predicted"]:
     """Compute KL(p ‖ q) = Σ (q − p − p log(q/p)) of each prediction in nats; p is the original distribution, q the new.
 
-    Σ (q − p) is 0 except for the rounding error of both normalisations, which cancels the rounding error
-    of Σ p log(q/p).
+    Σ (q − p) is 0 except for the rounding error of the normalisations, which cancels that of Σ p log(q/p).
     """
     original, new = original.log_softmax(-1), new.log_softmax(-1)
     p = original.exp()
@@ -212,7 +211,7 @@ class TokenLosses:
         return [pad_sequence(rows, batch_first=True, padding_value=filler) for rows, filler in fields]
 
     def by_position(self, design: Design, seed: int) -> list[PositionChange]:
-        """Return the change in loss on each of up to 8 nearly equal parts of the sequences."""
+        """Return the change in mean loss in each of up to BINS ranges of positions of nearly equal length."""
         before, after, _ = self.join()
         length, changes = before.shape[1], []
         bins = min(BINS, length)
@@ -224,11 +223,11 @@ class TokenLosses:
         return changes
 
     def count(self, window: int) -> int:
-        """Count the predicted tokens that complete a pair of tokens last seen more than `window` tokens earlier."""
+        """Count predicted tokens that, with the token before, repeat a pair last seen over `window` tokens earlier."""
         return sum(int((part > window).sum()) for part in self.back)
 
     def beyond(self, window: int, design: Design, seed: int) -> BeyondWindow | str:
-        """Return the change in loss on the tokens that `count` counts, or the reason if there are fewer than FEWEST."""
+        """Return the change in mean loss on the tokens that `count` counts, or a reason if these are too few."""
         if (count := self.count(window)) < FEWEST:
             distance = format_count(window, "token")
             repeat = "repeats" if count == 1 else "repeat"
@@ -242,7 +241,7 @@ class TokenLosses:
 def repetition_distances(
     ids: Int[Tensor, "batch positions"], targets: Int[Tensor, "batch positions"]
 ) -> Int[Tensor, "batch positions"]:
-    """Return how many positions ago each pair (id, target) last occurred in its sequence; 0 for new pairs.
+    """Return how many positions earlier each pair (id, target) last occurred in its sequence; 0 for new pairs.
 
     If the distance is at most w, a window of w keys (including the query's own) contains the earlier target, which an
     induction head can copy.

@@ -1,4 +1,4 @@
-"""Report the progress of a run, and the finished part of an interrupted run."""
+"""Report the progress of a run, and define the exception for an interrupted run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INTERRUPTED = "the run was interrupted"  # reason for results that an interrupti
 
 
 class Interrupted(KeyboardInterrupt):
-    """Interruption of the work by the user; `report` contains the finished part."""
+    """Interruption of a run by the user; `report` contains the finished part."""
 
     def __init__(self, report: Report) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ def silent(_stage: str, _done: int, _total: int) -> None:
 
 @contextmanager
 def time_stage(timings: dict[str, float], stage: str) -> Iterator[None]:
-    """Context manager: add the duration of the block in seconds to `timings[stage]`, even if the block fails."""
+    """Context manager: add the duration of the `with` block in seconds to `timings[stage]`, even if it fails."""
     start = time.perf_counter()
     try:
         yield
@@ -50,6 +50,6 @@ def start_stage(progress: Progress, stage: str, total: int) -> AddSteps:
 
 @contextmanager
 def bounded_stage(progress: Progress, stage: str, most: int) -> Iterator[AddSteps]:
-    """Context manager: start a stage of at most `most` steps; report the stage as complete at the end."""
+    """Context manager: start a stage of at most `most` steps; report all steps as done at the end."""
     yield start_stage(progress, stage, most)
     progress(stage, most, most)

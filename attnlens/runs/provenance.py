@@ -30,7 +30,7 @@ from attnlens.report.shapes import Shapes
 def hash_content(
     loaded: Loaded, site_calls: Iterable[SiteCall], fed: texts.Batches | None, analyzers: Iterable[Analyzer | Gathering]
 ) -> str:
-    """Hash the model's config, code and adapter, samples of weights left in files, the inputs and the analyzers."""
+    """Hash the model's config, code and adapter, a sample of weights left in files, the inputs and the analyzers."""
     config = {name: value for name, value in loaded.model.config.to_dict().items() if name != "_name_or_path"}
     digest = sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in sorted(loaded.folder.glob("*.py")) if loaded.folder is not None else ():
@@ -49,7 +49,7 @@ def hash_content(
 
 
 def read_code(plugin: Analyzer | Gathering | KernelInfo) -> bytes:
-    """Return the source file of an analyzer or kernel as bytes, or the bytecode if there is no file."""
+    """Return the source file of an analyzer or kernel as bytes, or its bytecode if there is no file."""
     function: Any = inspect.unwrap(plugin.begin if isinstance(plugin, Gathering) else plugin.function)
     source = inspect.getsourcefile(function) if inspect.isfunction(function) or inspect.isclass(function) else None
     if source is not None and Path(source).is_file():

@@ -1,4 +1,4 @@
-"""Find a model's checkpoints, order them, and measure their heads on one text."""
+"""Find a model's checkpoints, order them, and measure their heads on the same texts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from attnlens.runs.work import Compute, WorkPlan, run_units
 
 
 def hash_checkpoint(place: Location) -> str:
-    """Hash a checkpoint's weights, configs, tokenizers and code (GGUF: the weight files)."""
+    """Hash a checkpoint's weights, configs, tokenizers and code (GGUF: only the weight files)."""
     patterns = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
     others = (path for pattern in patterns for path in place.folder.glob(pattern))
     files = sorted({*place.weights, *others} if place.form != "gguf" else place.weights)
@@ -55,7 +55,7 @@ class CheckpointReading(TypedDict):
 
 
 def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread: Sequence[Skipped]) -> Coverage:
-    """Merge the coverages of checkpoints, and add unread checkpoints to the skipped sites.
+    """Merge the coverages of checkpoints, and list `unread` checkpoints among the skipped sites.
 
     Each count is the worst over checkpoints: the fewest analysed heads and, for each source, the most heads without
     values from this source.
@@ -77,7 +77,7 @@ def merge_coverages(names: Sequence[str], coverages: Sequence[Coverage], unread:
 
 
 def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[CheckpointReading]) -> Experiment:
-    """Build an experiment from the checkpoints' results: trajectories of heads, quartiles over heads, and losses."""
+    """Build an experiment from the checkpoints' results: losses, quartiles over heads, and each head's trajectories."""
     by_step = all(each.step is not None for each in checkpoints)
     steps = [float(each.step or 0) if by_step else float(number) for number, each in enumerate(checkpoints)]
     reports = [reading["report"] for reading in readings]
@@ -109,7 +109,7 @@ def describe_training(checkpoints: Sequence[Checkpoint], readings: Sequence[Chec
         reasons["loss"] = why
     return Experiment(
         name="training",
-        question="How do the heads change while the model is trained?",
+        question="How do the heads change during training?",
         settings={"checkpoints": [each.name for each in checkpoints], "steps": [*steps]},
         final=final,
         reasons=reasons,
@@ -154,7 +154,7 @@ def demo_checkpoints() -> list[str]:
 
 
 def parse_step(name: str) -> int | None:
-    """Return the training step in a checkpoint's name (for `demo`, the last step); None if there is no step."""
+    """Return the training step in a checkpoint's name (`demo`: the last step); None if the name contains none."""
     if name == "demo":
         return int(read_json(DEMO / "training.json")["steps"])
     match = STEP.search(Path(name).name)
@@ -162,7 +162,7 @@ def parse_step(name: str) -> int | None:
 
 
 def refuse_different(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise ModelError if the configs of two checkpoints differ in architecture or shape."""
+    """Raise ModelError if two checkpoints' configs differ in architecture or sizes."""
     shapes = [
         {name: config.get(name) for name in ("model_type", "architectures")} | dict(sizes(config))
         for config in (each.place.config for each in checkpoints)
@@ -192,7 +192,7 @@ def refuse_different_heads(names: Sequence[str], reports: Sequence[records.Repor
 def find_checkpoints(
     names: Sequence[str] | None, revisions: Sequence[str], offline: bool, allow_pickle: bool
 ) -> list[Checkpoint]:
-    """Find the checkpoints (None: of the demo model), and sort them by step unless steps are missing or repeated.
+    """Find the checkpoints (None: those of the demo model); sort them by step unless steps are missing or repeated.
 
     Raise UsageError if there are fewer than two checkpoints, if a checkpoint is repeated, or if `revisions` are given
     without a single model.
@@ -227,13 +227,13 @@ def converge_checkpoints(
     progress: Progress = silent,
     request: CheckpointsRequest,
 ) -> Report:
-    """Measure every head at each checkpoint; the report has one experiment with the heads' trajectories.
+    """Measure every head at each checkpoint; return a report whose one experiment contains the heads' trajectories.
 
     `checkpoints` are folders, files or hub ids (None, or `demo` alone: those of the demo model), or one hub model with
     several `revisions`. Training steps are the numbers in the names (`step-00030`, `checkpoint-500`); if a number is
-    missing or repeated, checkpoints are numbered 0, 1, 2 … in the given order. By default, the default
-    analyzers of `inspect` and the analyzer `selection` run. All checkpoints use the tokenizer of the last checkpoint
-    that has one. `head`, as (layer, head) or `3.7`, selects one head. A repeated call reuses finished units.
+    missing or repeated, checkpoints are numbered 0, 1, 2 … in the given order. By default, the default analyzers of
+    `inspect` and the analyzer `selection` run. All checkpoints use the tokenizer of the last checkpoint that has one.
+    `head`, as (layer, head) or `3.7`, selects one head. After an interruption, the same call reuses finished results.
     Raise UsageError or TextError for invalid arguments, ModelError if a checkpoint is missing or shapes differ, and
     Interrupted, which contains the finished checkpoints.
     """
@@ -284,12 +284,12 @@ class Series:
 
     @cached_property
     def units(self) -> dict[str, Checkpoint]:
-        """Checkpoints by unit name: the checkpoint's name and a hash of the checkpoint's files."""
+        """Checkpoints keyed by unit name, which consists of the checkpoint's name and a hash of its files."""
         return {f"{each.name} {hash_checkpoint(each.place)}": each for each in self.checkpoints}
 
     @cached_property
     def facts(self) -> Mapping[str, object]:
-        """Facts that determine the results of the units."""
+        """Facts that determine the results of the units: options, inputs, code and versions."""
         # the facts contain hashes of these files instead of their names
         left_out = {*SharedRequest.model_fields, "text", "pairs", "image", "audio", "adapter"}
         files = [with_home(os.fspath(path)) for path in (*self.cut.image, *self.cut.audio)]
@@ -340,7 +340,7 @@ class Series:
         return report, self.store.clear if self.store is not None and complete else lambda: None
 
     def _build_report(self, readings: Mapping[str, CheckpointReading], missing: Mapping[str, str]) -> Report:
-        """Build the report; `missing` gives the reasons for failed units. Raise ModelError if the heads differ."""
+        """Build the report; `missing` maps failed units to reasons. Raise ModelError if checkpoints differ in heads."""
         done, reports = [self.units[unit] for unit in readings], [reading["report"] for reading in readings.values()]
         names = [checkpoint.name for checkpoint in done]
         refuse_different_heads(names, reports)
@@ -376,7 +376,7 @@ class Series:
         return loading.load(checkpoint.model, **self.load_options | {"revision": checkpoint.revision})
 
     def read_unit(self, name: str) -> CheckpointReading:
-        """Measure one checkpoint; store its finished parts until the whole checkpoint is finished."""
+        """Measure one checkpoint; store partial results until the checkpoint is finished."""
         checkpoint = self.units[name]
 
         def notify(stage: str, done: int, total: int) -> None:
@@ -394,7 +394,7 @@ class Series:
         return {"report": report, "loss": loss, "complete": not results.missing}
 
     def _loss(self, loaded: loading.Loaded, settings: Settings) -> float | str:
-        """Return the model's loss on the run's text in nats per predicted token, or the reason if unknown."""
+        """Return the model's loss on the run's texts in nats per predicted token, or the reason why it is unknown."""
         if not self.contents:
             return "the loss requires a text, but only weights were read"
         if task_of(loaded.model) not in ("causal", "masked"):

@@ -1,8 +1,8 @@
 """Store the result of each unit of a run in a safetensors file, which a later run can reuse.
 
 A unit's value is a nested list or dictionary of tensors, records and JSON values, stored as
-`<work>/<key>/<name>.safetensors`. The key is a hash of the facts that determine the run's numbers, so that only the
-same command reuses the file. torch is imported inside functions, because the command line imports this module at
+`<work>/<key>/<name>.safetensors`. The key is a hash of the facts that determine the run's numbers, so that only
+an equivalent run reuses the file. torch is imported inside functions, because the command line imports this module at
 startup.
 """
 
@@ -39,13 +39,13 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class Keep(Protocol):
-    """Function that returns the stored value of a unit's part, or computes it with `make` and stores it."""
+    """Function that returns a stored partial result of a unit, or computes it with `make` and stores it."""
 
     def __call__(self, name: str, make: Callable[[], T], /) -> T: ...  # noqa: D102
 
 
 def keep_nothing(_name: str, make: Callable[[], T]) -> T:
-    """Compute and return a unit's part without storing it."""
+    """Compute and return a partial result of a unit without storing it."""
     return make()
 
 
@@ -87,13 +87,13 @@ class Store:
         return self.folder / (file_stem(name) + SUFFIX)
 
     def inside(self, name: str) -> Store:
-        """Return a store for the parts of a long unit, in a folder next to the unit's file."""
+        """Return a store for the partial results of a unit, in a folder next to the unit's file."""
         return Store(self.folder / file_stem(name), {"run": hash_json(self.facts), "unit": name}, self.resume)
 
     def load(self, name: str) -> Any:
-        """Return a unit's stored value; None if no usable file exists. Raise OutputError if the file can't be read.
+        """Return a unit's stored value; None if there is no usable file. Raise OutputError if the file can't be read.
 
-        A damaged file, or the file of another unit, is renamed and logged.
+        A damaged file, or the file of a different unit, is renamed, and a warning is logged.
         """
         path = self.path(name)
         with convert_output_errors(path, "read"), suppress(FileNotFoundError, NotADirectoryError):
@@ -146,7 +146,7 @@ class Store:
                 self.folder.rmdir()
 
     def report_others(self) -> None:
-        """Log each other run of this command: the number of finished units, and the first fact that differs."""
+        """Log each stored run of this command that has different facts: a difference, and how many units finished."""
         files: list[Path] = []
         with suppress(OSError):  # a remote folder may be readable, but not listed
             files = sorted(self.folder.parent.glob(f"*/{RUN}"))
@@ -193,7 +193,7 @@ def _write(path: Path, content: bytes) -> None:
 
 @contextmanager
 def convert_output_errors(path: Path, action: str) -> Iterator[None]:
-    """Context manager: convert system errors, and errors of a remote store's library, to OutputError."""
+    """Context manager: convert errors of the system, or of a remote store's library, to OutputError."""
     try:
         yield
     except AttnlensError:
@@ -212,7 +212,7 @@ def file_stem(name: str) -> str:
 
 
 def difference(first: object, second: object, where: str = "") -> str | None:
-    """Describe the first difference between nested values (`seed is 1 instead of 0`); return None if they are equal."""
+    """Describe the first difference between nested values (`seed is 1 instead of 0`); return None if there is none."""
     if isinstance(first, dict) and isinstance(second, dict):
         inner = (difference(first.get(name), second.get(name), f"{where}.{name}") for name in first | second)
         return next(filter(None, inner), None)
@@ -241,7 +241,7 @@ def _serialise(value: object, stamp: str) -> bytes:
 
 
 def _list_pairs(value: object) -> object:
-    """Return a value whose dictionaries are converted to lists of pairs, because keys in JSON can only be strings."""
+    """Convert the dictionaries in a value to lists of pairs, because keys in JSON can only be strings."""
     if isinstance(value, Mapping):
         return {"pairs": [[_list_pairs(key), _list_pairs(part)] for key, part in value.items()]}
     return [_list_pairs(part) for part in value] if isinstance(value, list | tuple | range) else value
@@ -273,7 +273,7 @@ def _parse(content: bytes, stamp: str) -> object:
 
 
 def _build_record(name: str, fields: Mapping[str, Any]) -> object:
-    """Build a record of attnlens from its fields. Raise TypeError or AttributeError for any other type."""
+    """Build the record of type `name`. Raise TypeError or AttributeError if attnlens has no such record type."""
     from attnlens import records
     from attnlens.analyzers.registry import Answer
 

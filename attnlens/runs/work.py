@@ -47,7 +47,7 @@ ACCELERATORS = ("nvidiactl", "kfd", "dxg")  # devices (NVIDIA, AMD, WSL): a proc
 
 
 class Stopped(KeyboardInterrupt):
-    """Interruption of the unit `name`; `value` is the unit's partial result."""
+    """Interruption while the unit `name` was computed; `value` is its partial result."""
 
     def __init__(self, name: str, value: object) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome(Generic[V]):
-    """Results of a run's units."""
+    """Results of a run: values of finished units, and reasons for failed units."""
 
     values: dict[str, V]  # values by unit, in the order of the run
     missing: dict[str, str]  # reasons by failed unit; without the units that were not computed after an interruption
@@ -83,7 +83,7 @@ class WorkPlan(SharedRequest):
 
     @property
     def uses_workers(self) -> bool:
-        """True if other processes compute the units."""
+        """True if worker processes compute the units."""
         return self.engine != "local" or self.jobs > 1
 
     @property
@@ -107,7 +107,7 @@ class WorkPlan(SharedRequest):
         return names[int(index) - 1 :: int(count)]
 
     def check(self, texts: Collection[object] = ()) -> None:
-        """Raise UsageError if options contradict each other or `texts`, OutputError if units can't be stored."""
+        """Raise UsageError for options that conflict or are unusable, and OutputError if units can't be stored."""
         if self.address is not None and self.engine != "ray":
             raise errors.UsageError("address applies only to engine='ray'.", "Omit address, or pass engine='ray'.")
         if self.engine == "ray":
@@ -129,7 +129,7 @@ class WorkPlan(SharedRequest):
         return "" if not isinstance(root, Path) or os.access(root, os.W_OK) else "Permission denied"
 
     def store(self, facts: Mapping[str, object]) -> Store | None:
-        """Return the store of a run; None if `work` is not set and the user's cache folder is not writable."""
+        """Return the store of a run; None if `work` is not set and the user's cache folder can't be written."""
         if self.work is None and self._unwritable():
             return None
         return Store(self.root / hash_json(facts), facts, resume=self.resume)
@@ -148,12 +148,12 @@ def run_units(
     report_unit: Callable[[str], None] = lambda _name: None,
     usable: Callable[[V], bool] = lambda _value: True,
 ) -> Outcome[V]:
-    """Compute the unfinished units of a run, and return the results of all units.
+    """Compute the units of a run that are not stored yet, and return the results of all units.
 
     If a unit fails twice, the reason is recorded, and a warning is logged. `worker_setup` prepares the same run in a
     worker process. `report_unit` is called with the name of each unit that finishes or fails. `usable` returns True if
-    a stored value is complete. Raise ShardFinished at the end of a shard, an AttnlensError if any unit raises one, and
-    the first error if no unit could be computed.
+    a stored value is complete. Raise ShardFinished at the end of a shard, any AttnlensError of a unit, and the first
+    error if no unit could be computed.
     """
     if store is not None and plan.work is not None:
         store.begin()
@@ -232,7 +232,7 @@ def _compute_units(
 
 
 def try_twice(compute: Callable[[str], V], name: str) -> V | Failure:
-    """Compute a unit; return its value or a Failure. Retry once, except after errors of options, texts or output."""
+    """Compute a unit; return its value or a Failure. Retry once, except after a Usage-, Text- or OutputError."""
     for _ in range(2):
         try:
             return compute(name)
@@ -250,7 +250,7 @@ _prepared: list[tuple[WorkerSetup, Mapping[str, object], Compute]] = []  # this 
 
 
 def _compute_in_worker(opener: Opener, arguments: tuple[object, ...], store: Store, name: str) -> Failure | None:
-    """Compute a unit in this worker process and write its file. Return a picklable Failure, or None on success."""
+    """Compute a unit in a worker process and write its file. Return a picklable Failure, or None on success."""
 
     def compute(name: str) -> None:
         if not _prepared or _prepared[0][0] != (opener, arguments):
@@ -293,7 +293,7 @@ Work = Callable[[str], Failure | None]  # function that computes a unit in anoth
 
 
 def _run_in_processes(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
-    """Compute units in `plan.jobs` pools of one process each; yield names and results."""
+    """Compute units in `plan.jobs` pools of one process each; yield each unit's name and its Failure or None."""
     # one process per pool, so that a killed process loses only one unit
     pools: dict[int, ProcessPoolExecutor] = {}  # by thread
     ending = Event()
@@ -356,7 +356,7 @@ def _interruptions_blocked() -> Iterator[None]:
 
 
 def _begin_worker() -> None:
-    """Initialise a worker process: use one thread, ignore interruptions, and exit when the parent process ends."""
+    """Initialise a worker process: use one thread, ignore SIGINT, and exit when the parent process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(dict.fromkeys(THREADS, "1"))
     if (torch := sys.modules.get("torch")) is not None:  # imported by the main script already
@@ -371,7 +371,7 @@ def _begin_worker() -> None:
 
 
 def check_cluster(address: str | None) -> None:
-    """Raise UsageError if Ray is missing or no cluster answers; Ray itself would end the process after two minutes."""
+    """Raise UsageError if Ray is missing or no cluster answers (Ray itself would exit after two minutes)."""
     if find_spec("ray") is None:
         raise errors.UsageError("Ray is not installed.", 'Run: pip install "attnlens[ray]"')
     place = address or os.environ.get("RAY_ADDRESS") or RAY_HERE
@@ -389,7 +389,7 @@ def check_cluster(address: str | None) -> None:
 
 
 def _run_on_ray(names: Sequence[str], function: Work, plan: WorkPlan) -> Iterator[tuple[str, Failure | None]]:
-    """Compute units on a Ray cluster (by default, on this machine); yield names and results."""
+    """Compute units on a Ray cluster (by default, on this machine); yield each unit's name and its Failure or None."""
     import torch
 
     ray: Any = import_module("ray")

@@ -308,7 +308,7 @@ SINGLES = {
     "float8 with one factor": (cast_scaled(E4M3, (0, 1)), "both", ["quantised to float8_e4m3fn"]),
     "float8 by row": (cast_scaled(E4M3), "both", ["quantised to float8_e4m3fn"]),
     "wider float8 by row": (cast_scaled(E5M2), "both", ["quantised to float8_e5m2"]),
-    "basis": (change_basis, "both", ["another basis"]),
+    "basis": (change_basis, "both", ["different basis"]),
     "key zeroed": (fill(0, "key.weight"), "both", ["zeros"]),
     "gain zeroed": (fill(0, "query.gain"), "both", ["zeros"]),
     "factor per head": (scale_each(), "both", ["heads scaled"]),

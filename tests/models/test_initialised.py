@@ -40,7 +40,7 @@ def test_no_loss_is_computed_through_a_random_weight_but_attention_before_it_is_
             swap_or_heal(model, "rbf", **options, **SMALL)
     report = attnlens.inspect(model, analyzers=["symmetry"], layers=[3], **SMALL)
     assert report.coverage.analysed == 8
-    assert f"the checkpoint lacks {lacking}, so the model has no loss" in report.coverage.sentence
+    assert f"the checkpoint lacks {lacking}, so the loss is undefined" in report.coverage.sentence
     assert not any("foreign" in note for note in report.settings.notes)
     if head:
         with pytest.raises(ModelError, match="initialised at random"):

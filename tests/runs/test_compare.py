@@ -489,7 +489,7 @@ def test_an_ill_conditioned_change_of_basis_is_significant_but_too_small_to_matt
     result = compared(own, changed(own, lambda second: change_basis(second, 5e-5)))
     assert relations(result) == {"identical", "same form"}, "M is 0.01 % larger, W_Q and W_K are others"
     assert result.notes == [
-        "W_Q and W_K of 1 head changed far more than their product M, as in a change of gauge: the changes of M and of "
+        "W_Q and W_K of 1 head changed far more than their product M, as in a change of gauge: the changes in M and in "
         "attention are too small to matter."
     ]
     result = compared(own, changed(own, lambda second: change_basis(second, 0.005)), source="weights")
@@ -588,7 +588,7 @@ def test_a_scale_is_part_of_the_form():
     assert relations(result) == {"changed"}
     assert result.tensors.differ == []
     assert [change.field for change in result.config] == ["query_pre_attn_scalar"]
-    assert [cause.hypothesis for cause in result.diagnosis] == ["another scale"]
+    assert [cause.hypothesis for cause in result.diagnosis] == ["different scale"]
     result = compared(own, changed(own, halved, query_pre_attn_scalar=6))
     assert relations(result) == {"same form"}
     assert any(

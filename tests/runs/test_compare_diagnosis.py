@@ -285,7 +285,7 @@ def test_gains_stored_as_one_plus_g_and_another_scale_and_softcap():
     assert causes(own, changed(own, plant("norm's gain lost", 1))) == [("gain dropped", [1], [])]
     found = described(own, changed(own, query_pre_attn_scalar=6, attn_logit_softcapping=None))
     assert {change.field for change in found["config"]} == {"query_pre_attn_scalar", "attn_logit_softcapping"}
-    assert {cause.hypothesis for cause in found["diagnosis"]} == {"another scale", "another softcap"}
+    assert {cause.hypothesis for cause in found["diagnosis"]} == {"different scale", "different softcap"}
     assert "(× 2)" in found["diagnosis"][0].text
     assert found["tensors"].differ == []
 
@@ -315,7 +315,7 @@ def test_another_rope_is_named_with_its_config_fields(text):
     found = described(own, changed(own, rope_parameters=settings))
     assert {change.field for change in found["config"]} == {f"rope_parameters.{name}" for name in ROPES[text]}
     (cause,) = found["diagnosis"]
-    assert (cause.hypothesis, cause.layers) == ("another rotation", [0, 1])
+    assert (cause.hypothesis, cause.layers) == ("different rotation", [0, 1])
     assert text in cause.text
     assert found["tensors"].differ == []
 
@@ -339,9 +339,9 @@ def replace_layers(own: loading.Loaded, sources: dict[int, int]) -> Callable[[An
 
 
 MOVES: dict[str, tuple[dict[int, int], list[tuple[str, list[int], str]]]] = {
-    "copied": ({1: 0}, [("another layer's tensors", [1], " are those of layer 0")]),
+    "copied": ({1: 0}, [("tensors of a different layer", [1], " are those of layer 0")]),
     "exchanged": ({1: 2, 2: 1}, [("exchanged layers", [1, 2], " of layers 1 and 2 are exchanged")]),
-    "shifted": ({0: 1, 1: 2, 2: 3}, [("another layer's tensors", [0, 1, 2], " are those of the next layer")]),
+    "shifted": ({0: 1, 1: 2, 2: 3}, [("tensors of a different layer", [0, 1, 2], " are those of the next layer")]),
 }
 
 
@@ -398,7 +398,7 @@ def test_heads_that_leave_their_position_bias_behind_are_damage(name, rounded):
 def test_a_rope_and_rows_can_both_differ():
     own = model("llama")
     second = changed(own, plant(INTERLEAVED, 1), rope_parameters=own.model.config.rope_parameters | {"rope_theta": 5e5})
-    assert sorted(causes(own, second)) == [("another rotation", [0, 1], []), ("interleaved rows", [1], [])]
+    assert sorted(causes(own, second)) == [("different rotation", [0, 1], []), ("interleaved rows", [1], [])]
 
 
 def test_missing_biases_are_dropped_biases_and_tensors_of_one_model():
@@ -628,7 +628,7 @@ def test_damage_is_found_in_the_layers_that_both_models_have():
     damaged = changed(own, plant(INTERLEAVED, 0))
     report = attnlens.compare(own, loaded.cut(damaged, 1), analyzers="symmetry", source="weights")
     assert [(cause.hypothesis, cause.layers) for cause in report.comparison.diagnosis] == [
-        ("another number of layers", []),
+        ("different number of layers", []),
         ("interleaved rows", [0]),
     ]
 

@@ -119,7 +119,7 @@ def training(layers: int = 4, heads: int = 8, checkpoints: int = 7, **changes: A
         ]
     fields: dict[str, Any] = {
         "name": "training",
-        "question": "How do the heads change while the model is trained?",
+        "question": "How do the heads change during training?",
         "final": {name: found.median[-1] for name, found in curves.items() if ":" not in name},
         "axis": "training step",
         "curves": curves,

@@ -410,7 +410,7 @@ DAMAGES: dict[str, Damage] = {
     "gate and up exchanged": Damage(
         lambda layer: exchange([reader.weight for reader in layer.readers]), "^exchanged", "gated"
     ),
-    "basis of v and o": Damage(change_basis, r"^another basis \(harmless\)"),
+    "basis of v and o": Damage(change_basis, r"^different basis \(harmless\)"),
     "bias of q lost": Damage(lambda layer: layer.biases["query"].zero_(), "^bias dropped$", "biased"),
     "bias of k lost": Damage(lambda layer: layer.biases["key"].zero_(), "^bias dropped", "biased"),
     "bias of v lost": Damage(lambda layer: layer.biases["value"].zero_(), "^bias dropped$", "biased"),
@@ -509,12 +509,12 @@ def change_field(name: str, value: object) -> Callable[[Any], dict[str, Any]]:
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 SETTINGS: dict[str, Damage] = {
-    "RoPE's base": Damage(change_rope(rope_theta=1e6), "^another rotation"),
-    "RoPE, linear scaling": Damage(change_rope(rope_type="linear", factor=4.0), "^another rotation"),
-    "RoPE, llama3 scaling": Damage(change_rope(rope_type="llama3", factor=8.0, **LLAMA3), "^another rotation"),
-    "window halved": Damage(change_field("sliding_window", 4), "^another mask"),
-    "softcap lost": Damage(change_field("attn_logit_softcapping", None), "^another softcap"),
-    "query_pre_attn_scalar": Damage(change_field("query_pre_attn_scalar", 96), "^another scale"),
+    "RoPE's base": Damage(change_rope(rope_theta=1e6), "^different rotation"),
+    "RoPE, linear scaling": Damage(change_rope(rope_type="linear", factor=4.0), "^different rotation"),
+    "RoPE, llama3 scaling": Damage(change_rope(rope_type="llama3", factor=8.0, **LLAMA3), "^different rotation"),
+    "window halved": Damage(change_field("sliding_window", 4), "^different mask"),
+    "softcap lost": Damage(change_field("attn_logit_softcapping", None), "^different softcap"),
+    "query_pre_attn_scalar": Damage(change_field("query_pre_attn_scalar", 96), "^different scale"),
 }
 """Other settings: functions of the config that return its new fields, empty if the model lacks them."""
 

@@ -261,7 +261,7 @@ def _scores_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
         repair = "undo the change of basis before the rotation"
     else:
         text, harmless = f"{text}: attention is the same", True
-    return Step("another basis", text, repair, parts, where, harmless)
+    return Step("different basis", text, repair, parts, where, harmless)
 
 
 def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...], bases: Sequence[Tensor]) -> Step:
@@ -276,8 +276,8 @@ def _values_in_another_basis(layer: Layer, parts: Parts, where: tuple[int, ...],
         text = f"W_V is multiplied by {factor} and W_O divided by {factor}"
     if between := tensors_between(layer, ("value", "output")):
         text += f", but {name_parts(between)} does not commute with the change"
-        return Step("another basis", text, "undo the change of basis of W_V and W_O", parts, where)
-    return Step("another basis", f"{text}: attention's output is the same", None, parts, where, harmless=True)
+        return Step("different basis", text, "undo the change of basis of W_V and W_O", parts, where)
+    return Step("different basis", f"{text}: attention's output is the same", None, parts, where, harmless=True)
 
 
 def _commutes(basis: Float[Tensor, "size size"], layer: Layer) -> bool:

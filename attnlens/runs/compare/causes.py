@@ -21,27 +21,27 @@ from attnlens.wording import join_items, short
 
 
 def are_equal(first: Tensor, second: Tensor) -> bool:
-    """Return True if two tensors have the same shape and, in the first tensor's type, the same numbers."""
+    """Return True if two tensors have the same shape and, in the first tensor's dtype, the same values."""
     return first.shape == second.shape and torch.equal(first, second.to(first.device, first.dtype))
 
 
 def have_same_heads(first: SiteCall, second: SiteCall) -> bool:
-    """Return True if both calls have the same number of query heads, of the same size."""
+    """Return True if both calls have the same number and size of query heads."""
     return first.call.query.shape[1::2] == second.call.query.shape[1::2]
 
 
 def compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
-    """Yield a cause for each difference of scale, softcap or mask between two attention calls."""
+    """Yield a cause for each difference in scale, softcap or mask between two attention calls."""
     before, after = first.call, second.call
-    # heads of another size have another scale
+    # heads of a different size have a different scale
     if have_same_heads(first, second) and abs(after.scale - before.scale) > 1e-6 * abs(before.scale):
         ratio = after.scale / before.scale
         text = f"scores are scaled by {after.scale:.4g} instead of {before.scale:.4g} (× {ratio:.4g})"
-        yield Cause("another scale", text, "copy the first model's scale (query_pre_attn_scalar, head_dim)")
+        yield Cause("different scale", text, "copy the first model's scale (query_pre_attn_scalar, head_dim)")
     if before.softcap != after.softcap:
         caps = ["none" if call.softcap is None else f"{call.softcap:g}" for call in (before, after)]
         text = f"the softcap of scores is {caps[1]} instead of {caps[0]}"
-        yield Cause("another softcap", text, "copy the first model's softcap")
+        yield Cause("different softcap", text, "copy the first model's softcap")
     if before.query.shape[2:3] + before.key.shape[2:3] == after.query.shape[2:3] + after.key.shape[2:3]:
         everything = torch.ones(before.query.shape[2], before.key.shape[2], dtype=torch.bool)
         masks = [everything if mask is None else mask.cpu() for mask in (before.visible(), after.visible())]
@@ -49,14 +49,13 @@ def compare_calls(first: SiteCall, second: SiteCall) -> Iterator[Cause]:
             seen = [float(mask.sum(-1).double().mean()) for mask in masks]
             text = f"a query sees {seen[1]:.3g} keys on average instead of {seen[0]:.3g} (of {everything.shape[1]})"
             text = "queries see different keys, though equally many on average" if seen[0] == seen[1] else text
-            yield Cause("another mask", text, "copy the first model's window and mask settings")
+            yield Cause("different mask", text, "copy the first model's window and mask settings")
 
 
 def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> Iterator[Cause]:
-    """Yield a cause if only one layer rotates queries and keys by position (RoPE), or if their frequencies differ.
+    """Yield a cause if only one layer rotates queries and keys (RoPE), or if the layers' frequencies differ.
 
-    Frequencies are compared only if both rotations depend on distances alone. Nothing is yielded if factors are
-    unknown.
+    Yield nothing if factors are unknown. Frequencies are compared only if both rotations depend on distances alone.
     """
     if not isinstance(first, weights.Factors) or not isinstance(second, weights.Factors):
         return
@@ -65,15 +64,15 @@ def compare_rotations(first: SiteFactors | None, second: SiteFactors | None) -> 
         if before is not after:
             with_rope = "second" if before is None else "first"
             text = f"only the {with_rope} model rotates queries and keys (RoPE)"
-            yield Cause("another rotation", text, "copy the first model's position settings")
+            yield Cause("different rotation", text, "copy the first model's position settings")
     elif before.by_distance and after.by_distance:
         change = name_rotation(weights.frequencies(before), weights.frequencies(after))
         if change is not None:
-            yield Cause("another rotation", change, "copy the first model's RoPE settings")
+            yield Cause("different rotation", change, "copy the first model's RoPE settings")
 
 
 def diagnose_layers(first: Layer, second: Layer, order: Sequence[int] = ()) -> Iterator[Cause]:
-    """Yield a cause for each difference between two layers; unexplained parts last.
+    """Yield the causes of the differences between two layers; the cause of unexplained parts comes last.
 
     For quantised weights, the error of a query head is the larger of the relative errors of W_Q and W_K. `order`
     contains the second layer's head for each head of the first; empty if heads keep their order.
@@ -101,7 +100,7 @@ def build_unexplained(
     heads: tuple[int, ...] = (),
     reshaped: tuple[str, ...] = (),
 ) -> Unexplained:
-    """Build the cause for parts that no hypothesis explains; `change` is the largest relative change of a part."""
+    """Build the cause for parts that no hypothesis explains; `change` is the largest relative change in a part."""
     near = f"closest: {closest[0]}, residual {short(closest[1])}" if closest else "no known cause is close"
     words = describe_unexplained(names, change, near, reshaped)
     residual = closest[1] if closest else change
@@ -110,7 +109,7 @@ def build_unexplained(
 
 @dataclass(frozen=True)
 class Unexplained(Cause):
-    """The parts of a layer that no hypothesis explains."""
+    """Cause for the parts whose change no hypothesis explains."""
 
     change: float = 0.0  # largest ‖B − A‖/max(‖A‖, ‖B‖) of a part (first model: A, second: B)
     near: str = ""  # the closest hypothesis, as text
@@ -118,14 +117,14 @@ class Unexplained(Cause):
 
 
 def describe_unexplained(names: Sequence[str], change: float, near: str, reshaped: Sequence[str]) -> str:
-    """Format the text of the cause for parts whose change no hypothesis explains."""
+    """Format the text of an Unexplained cause."""
     norm = "their norms" if len(names) > 1 else "its norm"
     words = f"{name_parts(names)} changed by up to {short(100 * change)} % of {norm}, not explained ({near})"
-    return words + (f"; other shapes: {join_items(reshaped, 3)}" if reshaped else "")
+    return words + (f"; different shapes: {join_items(reshaped, 3)}" if reshaped else "")
 
 
 def add_spacing(layer: Layer) -> Layer:
-    """Add the machine epsilon of each part's stored type (at least SINGLE) to a layer."""
+    """Return the layer with the machine epsilon of each part's stored type (at least SINGLE) as `spacing`."""
     spacing = {name: torch.finfo(stored_type(part)).eps for name, part in layer.parts.items()}
     return replace(layer, spacing={name: max(value, SINGLE) for name, value in spacing.items()})
 
@@ -133,8 +132,8 @@ def add_spacing(layer: Layer) -> Layer:
 def add_call_properties(layers: tuple[Layer, Layer], site_calls: tuple[SiteCall, SiteCall]) -> tuple[Layer, Layer]:
     """Add to both layers the properties that only calls show: shift invariance, post-norms, cross-attention and biases.
 
-    Position biases are added as one number per head if heads differ, and if both models have the same biases in any
-    order: reordering heads without their biases changes attention.
+    Position biases are added as one number per head if they differ between heads and both models have the same biases,
+    in any order: reordering heads without their biases changes attention.
     """
     biases = [each.call.bias for each in site_calls]
     by_head: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
@@ -164,7 +163,7 @@ def _is_announced(site_call: SiteCall) -> bool:
 
 
 def find_norm(layer: Layer, site_call: SiteCall) -> str | None:
-    """Return the name of the gain of the norm whose output is the input of attention; None if no norm is found."""
+    """Return the name of the gain of the norm whose output attention reads; None if no norm is found."""
     if _is_announced(site_call):
         return None
     hidden, errors = site_call.sequences(site_call.arguments[site_call.input_name]), dict[str, float]()
@@ -185,9 +184,9 @@ ALIKE = 0.05  # largest relative difference between biases that count as equal, 
 
 
 def _match_biases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return, for each bias, a tensor with one number per head; heads with equal biases have equal numbers.
+    """Reduce both models' position biases to one number per head; heads with equal biases have equal numbers.
 
-    Return None if the heads of both models do not match, if all heads have the same bias, or if a bias has no values.
+    Return None if heads can't be matched by their biases, if all heads have the same bias, or if a bias has no values.
     """
     if first.is_meta or second.is_meta or first.shape != second.shape:
         return None
@@ -209,7 +208,7 @@ def _match_biases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor] | None
 
 
 def add_missing_parts(first: Layer, second: Layer) -> tuple[Layer, Layer]:
-    """Add to each layer the biases (as zeros) and gains (as ones) that only the other layer has."""
+    """Return both layers, with the biases (as zeros) and gains (as ones) that only the other layer had."""
     sides = []
     for side, other in ((first, second), (second, first)):
         gains = side.gains | other.gains

@@ -1,4 +1,4 @@
-"""Build the rows of a comparison, and describe the relations between the heads' forms and between the models."""
+"""Build the record of a comparison: its rows, the relations between heads, and notes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from attnlens.wording import format_count, join_items
 
 Tensors = Mapping[str, Tensor]
 ROUNDING_SPACINGS = 4.0
-"""Largest relative difference of factors, in spacings of their type, that rounding explains: a number is rounded when
-it is stored, loaded and multiplied."""
+"""Largest relative change in W_Q or W_K, in machine epsilons of the stored type, that rounding explains: a number is
+rounded when it is stored, loaded and multiplied."""
 ROTATION_CHANGE = 1e-3  # ‖ΔM‖/‖M‖ at different positions above which rotations count as acting on different coordinates
 GAUGE_FACTOR = 100
-"""Ratio of the relative change of W_Q or W_K to that of M above which a small change of M counts as rounding after a
+"""Ratio of the relative change in W_Q or W_K to that in M above which a small change in M counts as rounding after a
 change of basis. Training steps change M about as much as W_Q and W_K."""
 NEAR_FACTOR = 10  # ‖ΔM‖ at different positions must also exceed this multiple of ‖ΔM‖ at equal positions (rounding)
 OTHER_PREDICTIONS = "Predictions are not compared: the models have different outputs"
@@ -49,19 +49,19 @@ NOTES_ON_FORMS = {
     "gauge of weights": "W_Q and W_K of {heads} changed, but their product M changed only by rounding; attention was "
     "not compared.",
     "imprecise gauge": "W_Q and W_K of {heads} changed far more than their product M, as in a change of gauge: the "
-    "changes of M and of attention are too small to matter.",
+    "changes in M and in attention are too small to matter.",
     "imprecise gauge of weights": "W_Q and W_K of {heads} changed far more than their product M, as in a change of "
-    "gauge: the change of M is too small to matter; attention was not compared.",
+    "gauge: the change in M is too small to matter; attention was not compared.",
     "small change": "W_Q and W_K of {heads} have a product M that changed by more than rounding explains, but by less "
     f"than {SMALLEST[FORMS]:g} of its norm (too small to matter).",
     "small change, other attention": "W_Q and W_K of {heads} have a product M that changed by less than "
     f"{SMALLEST[FORMS]:g} of its norm, but attention changed enough to matter: {{names}}.",
 }
-"""Notes on heads whose M is the same, or changed by less than the practical size, although W_Q and W_K differ."""
+"""Notes on heads whose W_Q and W_K differ, but whose M changed too little to matter."""
 
 
 def relate_heads(pairing: Pairing, forms: ChangeTest | None) -> list[records.HeadChange]:
-    """Return the partner of each head of the first report, and the relation between the forms of both heads."""
+    """Return each head's partner in the second report, and the relation between both heads' forms M."""
     sites, changes = {site.name: site for site in pairing.sites}, []
     for name, heads in groupby(enumerate(pairing.first.report.heads), lambda pair: pair[1].site):
         site, pair = sites[name], pairing.ordered_forms(sites[name])
@@ -99,7 +99,7 @@ def _relation(
     spacing = max(torch.finfo(significance.site_type(side.loaded.model, site)).eps for side, site in sites)
 
     def are_within(limit: float) -> bool:
-        """Return True if W_Q and W_K each changed by at most `limit` times their norm."""
+        """Return True if W_Q and W_K each changed by at most `limit` times their norms."""
         # without division, so that factors can be zero
         return all(float((after - before).norm()) <= limit * float(before.norm()) for before, after in sides)
 
@@ -109,7 +109,7 @@ def _relation(
 
 
 def _have_equal_weights(pairing: Pairing, site: records.Site) -> bool:
-    """Return True if the site's modules have the same parameters in both models; False without parameters."""
+    """Return True if the site's module has equal parameters in both models; False if it has no parameters."""
     tensors, others = (
         dict(side.loaded.model.get_submodule(site.path).named_parameters()) for side in (pairing.first, pairing.second)
     )
@@ -121,7 +121,7 @@ def _have_equal_weights(pairing: Pairing, site: records.Site) -> bool:
 def describe(
     pairing: Pairing, heads: Sequence[records.HeadChange], rows: Sequence[records.MeasureChange]
 ) -> Iterator[str]:
-    """Yield notes on differences of masks, of the order of heads, and of forms."""
+    """Yield notes on differences in masks, order of heads and forms."""
     for site, other in pairing.sites.items():
         if site.part != other.part:
             masks = f"{site.part} in the first model, {other.part} in the second"
@@ -154,9 +154,9 @@ def describe(
 def _classify_form(
     head: records.HeadChange, form: records.MeasureChange, own: records.MeasureChange | None, *, is_turned: bool
 ) -> str:
-    """Return the key in NOTES_ON_FORMS for a head whose M is the same, or changed by less than the practical size.
+    """Return the key in NOTES_ON_FORMS for a head whose M changed too little to matter.
 
-    `form` is the change of M, and `own` the change of attention given equal inputs (None if no text was read).
+    `form` is the change in M, and `own` the change in attention given equal inputs (None if no text was read).
     """
     beyond_rounding = None if own is None else own.beyond_rounding
     attends_differently = own is not None and beyond_rounding and not own.negligible
@@ -173,7 +173,7 @@ def _classify_form(
 
 
 def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield those of `heads` whose RoPE differs: M agrees at equal positions, but not between distant positions."""
+    """Yield those of `heads` whose M agrees at equal positions but not at distant positions: their RoPE differs."""
     for site in pairing.sites:
         pair = pairing.ordered_forms(site) if any(layer == site.layer for layer, _ in heads) else ""
         rotation = None if isinstance(pair, str) else pair[0].rotation
@@ -188,7 +188,7 @@ def _turned_heads(pairing: Pairing, heads: Collection[tuple[int, int]]) -> Itera
 
 
 def compare_predictions(pairing: Pairing) -> tuple[records.Outcome | None, list[str]]:
-    """Compare both models' loss, KL, agreement and hidden states; return the outcome and notes.
+    """Compare both models' losses, predictions and hidden states; return the outcome and notes.
 
     If predictions can't be compared, return None and notes with the reason. Return (None, []) if no text is read.
     """
@@ -225,14 +225,14 @@ def compare_predictions(pairing: Pairing) -> tuple[records.Outcome | None, list[
 
 @dataclass
 class Changes:
-    """Comparison of two models with corresponding heads."""
+    """Comparison of two models whose heads are paired."""
 
     pairing: Pairing
     fdr: float
     progress: Progress
 
     def compare(self) -> records.Comparison:
-        """Build the comparison: all rows, relations of heads, blocks, predictions and notes."""
+        """Build the record: rows, relations between heads, blocks, predictions, causes and notes."""
         rounding, tables = self._draw_rounding(), dict[Place, Tensor]()
         for site in self.pairing.sites:
             if not isinstance(forms := self.pairing.ordered_forms(site), str):
@@ -268,7 +268,7 @@ class Changes:
 
     @cached_property
     def blocks(self) -> tuple[Blocks, Blocks]:
-        """Blocks of both models; empty if no text is read, or if the paths of the blocks differ."""
+        """Blocks of both models; empty if no text is read, or if the models' blocks have different paths."""
         first, second = (Blocks.of(side) for side in (self.pairing.first, self.pairing.second))
         return (first, second) if first.paths == second.paths else (Blocks(), Blocks())
 
@@ -298,7 +298,7 @@ class Changes:
         ]
 
     def _test_measures(self, distances: Tensors, rounding: Mapping[str, Rounding]) -> dict[str, ChangeTest | None]:
-        """Test each measure's changes; return the tests by measure.
+        """Test the changes in each measure; return the tests keyed by measure name.
 
         The test is None for categories, and for measures with neither values per window nor simulated rounding.
         """
@@ -323,7 +323,7 @@ class Changes:
         return tests
 
     def _row_distances(self) -> dict[str, Tensor]:
-        """Return, by measure, KL of attention rows (windows, heads) and changes of block outputs (windows, blocks)."""
+        """Return, keyed by measure name, KL of attention rows (windows, heads) and block changes (windows, blocks)."""
         first, second = self.pairing.first, self.pairing.second
         total, start = first.design.count, 0
         blocks, other_blocks = self.blocks
@@ -342,7 +342,7 @@ class Changes:
         return rows | ({BLOCKS: torch.cat(block_changes)} if block_changes else {})
 
     def _draw_rounding(self) -> dict[str, Rounding]:
-        """Estimate from random draws how much the rounding of both models' weights changes each measure."""
+        """Estimate from random draws how much rounding both models' weights changes each measure, keyed by name."""
         add_steps = (
             start_stage(self.progress, "rounding", 2 * significance.DRAWS) if self.pairing.first.batches else None
         )

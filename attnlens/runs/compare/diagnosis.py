@@ -46,15 +46,15 @@ MODEL_FIELD = re.compile(
     r"|layers?$|hidden_size|d_model|n_embd|tie_word_embeddings|is_decoder"
     r"|multiplier|residual|hidden_act|activation|experts|scoring|topk"
 )
-"""Parts of the names of config fields that affect attention, hidden states, or the number and size of the tensors."""
+"""Matches names of config fields that affect attention, hidden states, or the number and shapes of tensors."""
 OTHER_FIELD = re.compile(r"dropout|initializer|implementation|classifier|lm_head|pruned|output_|token|_name")
-"""Parts of the names of config fields that match MODEL_FIELD but don't affect the model's computation."""
+"""Matches names that also match MODEL_FIELD, but don't affect the model's computation."""
 
 SIZES = {
     "layers": re.compile(r"(^|[._])(num_hidden_layers|num_layers|n_layers?|(en|de)coder_layers|num_decoder_layers)$"),
     "attention heads": re.compile(r"(^|[._])(num_attention_heads|num_heads|n_heads?|(en|de)coder_attention_heads)$"),
 }
-"""Config fields that set the number of layers and of query heads."""
+"""Patterns for the config fields that set the number of layers or of query heads."""
 
 Sides = tuple[Inspection, Inspection]
 Orders = Mapping[Site, Sequence[int]]
@@ -66,9 +66,9 @@ def describe_models(
 ) -> dict[str, Any]:
     """Return the fields of a Comparison that describe the differences between two models and their causes.
 
-    `sites` maps the first model's sites to the second's; sites that only one model has are left out. `order` maps the
-    first model's heads to the second's. `visit` is called with each site and its factors in both models. If the weights
-    are in files, at most one layer of each model is in memory.
+    `sites` maps the first model's sites to the second's; sites that only one model has are left out. `order` gives, at
+    each of the first model's sites, the second model's head for each head. `visit` is called with each site and its
+    factors in both models. If the weights are in files, at most one layer of each model is in memory.
     """
     walk = Walk(sides, order, visit)
     walk.read(sites)
@@ -88,7 +88,7 @@ def match_sites(sides: Sides) -> dict[Site, Site]:
 
 
 def compare_configs(first: PreTrainedModel, second: PreTrainedModel) -> list[records.ConfigChange]:
-    """List the config fields that affect attention or hidden states and differ, including fields of nested configs."""
+    """List the config fields, also of nested configs, that differ and affect attention or hidden states."""
     sides = [dict(_list_fields(model.config.to_dict())) for model in (first, second)]
     names = [
         name
@@ -113,7 +113,7 @@ def _compare_sizes(config: Sequence[records.ConfigChange]) -> Iterator[records.D
             text = f"the second model has {change.second} {unit} instead of {change.first} ({change.field})"
             # no setting can supply layers that one of the models lacks
             repair = None if name == "layers" else f"set {change.field} to {change.first}"
-            hypothesis = f"another number of {name}"
+            hypothesis = f"different number of {name}"
             yield records.DiagnosedCause(hypothesis=hypothesis, layers=[], residual=0.0, repair=repair, text=text)
 
 
@@ -129,15 +129,15 @@ def _list_fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 class FoundCause:
     """A cause of a difference, with the layer in which it was found."""
 
-    layer: int | None  # None outside of layers
+    layer: int | None  # None outside layers
     cause: Cause
-    site: Site | None = None  # site of the first model; None outside of layers
+    site: Site | None = None  # site of the first model; None outside layers
     whole: bool = False  # True if the cause is a rounding of all matrices of the layer
 
 
 @dataclass
 class Walk:
-    """A pass over the layers of two models, and then over the tensors outside of layers."""
+    """A search for causes in the layers of two models, and then in the tensors outside layers."""
 
     sides: Sides
     order: Orders
@@ -174,7 +174,7 @@ class Walk:
 
     @property
     def tensors(self) -> records.TensorChanges:
-        """Record of the common, differing, missing and additional tensors, and of the types if they differ."""
+        """Record of the common, differing, missing and additional tensors, and of the stored types if they differ."""
         names, others = self._stored_names()
         stored = [side.loaded.info.quantised for side in self.sides]
         types = [kind or plain for kind, plain in zip(stored, self._types or ["", ""], strict=True)]
@@ -208,11 +208,11 @@ class Walk:
         factors: tuple[SiteFactors, SiteFactors],
         in_block: Sequence[str],
     ) -> Iterator[Cause]:
-        """Yield the causes of one layer's differences; add the names of differing tensors to `differ`.
+        """Yield the causes of the differences at one site; add the names of differing tensors to `differ`.
 
-        `blocks` are the tensors of both blocks, and `in_block` the attention modules of the first model's block. The
-        tensors of an attention module and of the norm before it are diagnosed at the module's site, all other tensors
-        of a block at the block's first site.
+        `blocks` are the tensors of both blocks, and `in_block` the paths of the attention modules in the first block.
+        The tensors of an attention module and of the norm before it are diagnosed at the module's site, all other
+        tensors of a block at the block's first site.
         """
         sites = site_calls[0].site, site_calls[1].site
         path = weights.block_path(sites[0].path)
@@ -236,7 +236,7 @@ class Walk:
     def _read_layers(
         self, sites: tuple[Site, Site], factors: tuple[SiteFactors, SiteFactors], in_block: Sequence[str]
     ) -> tuple[Layer, Layer] | None:
-        """Return both models' tensors at these sites; None if a site does not run on a single token."""
+        """Return both models' tensors to diagnose at `sites`; None if a site does not run on a single token."""
         models = [side.weights_model.model for side in self.sides]
         paths = [weights.block_path(site.path) for site in sites]
         calls = [
@@ -264,8 +264,8 @@ class Walk:
     def _find_norms(self, in_block: Sequence[str]) -> dict[str, str]:
         """Map each attention module of a block, except the block's first module, to the norm whose output it reads.
 
-        Modules and norms are given as paths; modules that read no norm are left out. Return {} if the first module
-        reads no norm: the outputs of norms are then the residual stream (BART).
+        Modules and norms are given as paths; modules that read no norm are left out. Return {} if the block's first
+        module reads no norm: the outputs of norms are then the residual stream (BART).
         """
         site_calls = {each.site.path: each for each in self.sides[0].site_calls}
         if len(in_block) == 1 or in_block[0] not in site_calls:
@@ -278,7 +278,7 @@ class Walk:
         return {path: f"{block}.{name.removesuffix('.weight')}" for path, name in names.items() if name is not None}
 
     def _find_moved(self, sites: Mapping[Site, Site], in_block: Mapping[str, Sequence[str]]) -> None:
-        """Find unexplained tensors that come from another layer of the first model, and diagnose their changes."""
+        """Find unexplained tensors from a different layer of the first model, and diagnose their other changes."""
         moves = dict[Site, tuple[Site, list[str]]]()
         for entry in [each for each in self.causes if isinstance(each.cause, Unexplained)]:
             site, names = entry.site, set(entry.cause.parts)
@@ -305,7 +305,7 @@ class Walk:
         self.causes += [FoundCause(site.layer, cause, site=site) for site, cause in describe_moves(moves, [*sites])]
 
     def _diagnose_rest(self, blocks: set[str]) -> None:
-        """Diagnose the tensors outside of layers: the output matrix and the norms together, all others individually."""
+        """Diagnose the tensors outside layers: the output matrix and the norms together, all others individually."""
         names, others = self._stored_names()
         left = [
             name for name in names if name in others and not any(f"{name}.".startswith(f"{block}.") for block in blocks)
@@ -330,7 +330,7 @@ class Walk:
                 self.causes.append(replace(entry, cause=build_unexplained(entry.cause.parts, 1.0)))
 
     def _diagnose_group(self, pairs: dict[str, list[Layer]], sources: Mapping[str, tuple[str, str]]) -> None:
-        """Diagnose tensors outside of layers together; `sources` are the names under which both models store them."""
+        """Diagnose tensors outside layers together; `sources` maps names to the names in both models' files."""
         differ = [name for name, sides in pairs.items() if not are_equal(*(side.parts[name] for side in sides))]
         self.differ += differ
         pairs = {
@@ -346,9 +346,9 @@ class Walk:
         self.causes += [FoundCause(None, cause, whole=cause.hypothesis in PRECISION) for cause in causes]
 
     def _stored_names(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Return, for each model, the names of its tensors, mapped to the names under which their values are stored.
+        """Return, for each model, a map from tensor names to the names under which the values are stored.
 
-        The two names of a tensor differ only for an output matrix that is tied to the embedding in one of the models.
+        The two names differ only for an output matrix that is tied to the embedding in one of the models.
         """
         models = [side.weights_model.model for side in self.sides]
         first, second = ({name: name for name in list_tensors(model)} for model in models)
@@ -360,7 +360,7 @@ class Walk:
 
 
 def _diagnose_together(pairs: Mapping[str, Sequence[Layer]]) -> Iterator[Cause]:
-    """Diagnose several tensors together, each given as a pair of layers, and yield the causes."""
+    """Diagnose several tensors together, and yield the causes; `pairs` contains each tensor's two layers."""
     if not pairs:
         return
     sides = []
@@ -388,7 +388,7 @@ def _tied_output(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def _read_tensor(side: Inspection, name: str, source: str, stack: ExitStack) -> Layer:
-    """Return a Layer with one tensor, in memory until `stack` closes; the gain of a norm includes the norm's offset.
+    """Return a Layer with one tensor, in memory until `stack` closes; a norm's gain includes its offset (as in 1 + g).
 
     The tensor `name` is stored as `source`.
     """
@@ -406,7 +406,7 @@ def _read_tensor(side: Inspection, name: str, source: str, stack: ExitStack) -> 
 
 
 def _compare_tied(name: str, sources: tuple[str, str], first: Tensor, second: Tensor) -> Cause:
-    """Build the cause of an output matrix that only one of the models ties to its embedding."""
+    """Build the cause for an output matrix that only one of the models ties to its embedding."""
     change = float(residuals(first, second, name).max())
     if sources[0] == name:
         text = f"the output matrix is the embedding {sources[1]}; in the first model, it is the separate matrix {name}"
@@ -429,14 +429,14 @@ def tensors_in_memory(side: Inspection, path: str, name: str | None = None) -> A
 
 
 def list_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the parameters by name (tied parameters once) and the buffers that are saved with the model."""
+    """Return a module's parameters (tied ones once) and saved buffers, keyed by name."""
     saved = module.state_dict()
     parameters = {name: part.detach() for name, part in module.named_parameters()}
     return parameters | {name: part for name, part in module.named_buffers() if name in saved}
 
 
 def _rounds_all_matrices(cause: Cause, count: int, blocks: Sequence[Mapping[str, Tensor]]) -> bool:
-    """Return True if a cause is a rounding of all matrices of its layer, for which `count` causes were found."""
+    """Return True if a cause is rounding of all matrices in its layer, in which `count` causes were found."""
     if cause.hypothesis == "rounding":
         return count == 1
     which, _, name = cause.hypothesis.rpartition("rounded to ")
@@ -451,13 +451,13 @@ def _rounds_all_matrices(cause: Cause, count: int, blocks: Sequence[Mapping[str,
 
 
 def _have_same_parameters(first: SiteCall, second: SiteCall) -> bool:
-    """Return True if both modules have the same class, and parameters of the same names and shapes."""
+    """Return True if both sites' modules have the same class, and parameters with the same names and shapes."""
     shapes, others = ({name: p.shape for name, p in each.module.named_parameters()} for each in (first, second))
     return type(first.module) is type(second.module) and shapes == others
 
 
 def _merge_causes(causes: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
-    """Merge causes that have the same hypothesis, heads and text; outside layers, the names in the text can differ.
+    """Merge causes with the same hypothesis, heads and text; outside layers, tensor names in the texts can differ.
 
     Unexplained causes inside layers are merged if they concern the same tensors. Low-rank updates of any rank (inside
     or outside layers), unexplained causes outside layers, and roundings of whole layers are always merged.
@@ -497,18 +497,18 @@ def _merge_causes(causes: Sequence[FoundCause]) -> list[records.DiagnosedCause]:
 
 
 def _without_names(cause: Cause) -> str:
-    """Return a cause's text with leading tensor names and `is` replaced by `are`; unchanged without such names."""
+    """Return a cause's text with a leading `NAMES is` replaced by `are`; unchanged if it starts differently."""
     before, verb, rest = cause.text.partition(f"{name_parts(cause.parts)} is ")
     return f"are {rest}" if verb and not before else cause.text
 
 
 def _list_parts(entries: Iterable[FoundCause]) -> list[str]:
-    """Return the names of the parts that the causes concern, without duplicates."""
+    """Return the names of the causes' parts, without duplicates."""
     return list(dict.fromkeys(name for entry in entries for name in entry.cause.parts))
 
 
 def _describe(entries: Sequence[FoundCause], typical: Cause) -> str:
-    """Format one text for merged causes, whose tensors and ranks can differ."""
+    """Format one text for merged causes, which can have different tensors and ranks."""
     causes = [entry.cause for entry in entries]
     if len({cause.text for cause in causes}) == 1:
         return typical.text

@@ -14,7 +14,7 @@ from attnlens.models import weights
 from attnlens.records import Site
 
 Samples = dict[str, dict[str, Tensor]]
-"""Some values of each matrix, by path of the first model's block and name of the matrix."""
+"""Sampled values of each matrix, keyed by the path of the first model's block and the name of the matrix."""
 SAMPLE = 256  # maximum number of values sampled from each matrix
 CLOSE = 0.01  # largest relative difference of values that are equal up to rounding
 PART = 0.1  # smallest share of a matrix's values that must come from another layer
@@ -22,7 +22,7 @@ NEARER = 0.5  # largest ratio of the distance to another layer's matrix to the d
 
 
 def sample_matrices(block: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Sample values of each matrix of a block, to compare layers that are not in memory at the same time."""
+    """Sample up to SAMPLE values of each matrix of a block, to compare layers that are in memory at different times."""
     sampled = {}
     for name, part in block.items():
         if part.dim() > 1 and part.is_floating_point():
@@ -35,7 +35,7 @@ def sample_matrices(block: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def find_source(site: Site, sites: Sequence[Site], samples: tuple[Samples, Samples]) -> Site | None:
     """Return the first model's site from which the second model's tensors at `site` were likely copied.
 
-    The source is the block with the most matrices that `_is_nearer` accepts. Return None if there are none.
+    This site is in the block with the most matrices that `_is_nearer` accepts. Return None if it accepts none.
     """
     path = weights.block_path(site.path)
     within = site.path.removeprefix(path)
@@ -58,7 +58,7 @@ def find_source(site: Site, sites: Sequence[Site], samples: tuple[Samples, Sampl
 
 
 def _is_nearer(values: Tensor, candidate: Tensor, own: Tensor) -> bool:
-    """Return True if `values` are much nearer to `candidate` than to `own`, or match `candidate` partly.
+    """Return True if `values` are much nearer to `candidate` than to `own`, or partly match `candidate`.
 
     In a partial match, at least a share PART of the values agrees with `candidate` but not with `own`: W_K can be
     copied into a fused matrix.
@@ -72,13 +72,13 @@ def _is_nearer(values: Tensor, candidate: Tensor, own: Tensor) -> bool:
 def describe_moves(moves: Mapping[Site, tuple[Site, list[str]]], sites: Sequence[Site]) -> Iterator[tuple[Site, Cause]]:
     """Yield (site, cause) for each layer with another layer's tensors; causes of one exchange or shift share a text.
 
-    `moves` gives, for each site, the site that its tensors come from, and the names of these tensors.
+    `moves` maps each such site to the site that tensors come from, and the names of these tensors.
     """
     places = {site: place for place, site in enumerate(sites)}
     steps = {site: places[source] - places[site] for site, (source, _) in moves.items()}
     counts = Counter(steps.values())
     for site, (source, names) in moves.items():
-        parts, hypothesis = name_parts(names), "another layer's tensors"
+        parts, hypothesis = name_parts(names), "tensors of a different layer"
         verb, pronoun = ("is", "that") if len(names) == 1 else ("are", "those")
         repair = f"copy {parts} from the first model"
         where = f"layer {source.layer_name}"
@@ -94,5 +94,5 @@ def describe_moves(moves: Mapping[Site, tuple[Site, list[str]]], sites: Sequence
 
 def _describe_step(step: int) -> str:
     if abs(step) == 1:
-        return "the next layer" if step > 0 else "the layer before"
+        return "the next layer" if step > 0 else "the previous layer"
     return f"the layer {abs(step)} places {'later' if step > 0 else 'earlier'}"

@@ -49,7 +49,7 @@ UNPAIRED = (
 UNROUNDED = "Reports contain no weights, so rounding is not taken into account; compare the models to include it."
 NO_ROUNDING = "a report contains no weights, so the effect of rounding is unknown"
 SAME = ("seed", "text", "noise", "windows", "length", "pack", "placement", "intervals", "select", "layers", "heads")
-"""Settings that must be equal on both sides."""
+"""Settings that must be equal in both reports."""
 AGAIN = "Create both reports with the same text and options, or compare the models directly."
 
 
@@ -96,7 +96,7 @@ def _read_windows(path: Path, report: Report) -> Windows:
 
 
 def refuse_other_settings(first: Settings, second: Settings) -> None:
-    """Raise UsageError if two reports differ in a setting or in their windows, so that values can't be compared."""
+    """Raise UsageError if two reports differ in a setting listed in SAME, or in their windows."""
     for name in SAME:
         values = [getattr(settings, name) for settings in (first, second)]
         value, other_value = (getattr(each, "sha256", each) for each in values)
@@ -141,14 +141,14 @@ def compare_reports(first: Report, second: Report, fdr: float) -> Comparison:
 
 
 def _numbered_windows(report: Report) -> list[tuple[object, int]]:
-    """Return (index of text, index of window in the text) per window, because reports can name a text differently."""
+    """Return (text index, window index in the text) for each window: reports can name the same text differently."""
     places = {text.name: place for place, text in enumerate(report.settings.texts)}
     windows = [] if report.windows is None else report.windows.windows
     return [(places.get(name, name), number) for name, number in windows]
 
 
 def _test_measure(first: Report, second: Report, name: str) -> ChangeTest | None:
-    """Test a measure's changes, paired if possible; return None for categories and without windows or errors."""
+    """Test the changes in a measure, paired by window if possible; None for categories and without standard errors."""
     heads = first.heads, second.heads
     if is_category(heads, name):
         return None
@@ -174,7 +174,7 @@ def compare_distributions(first: Report, second: Report, fdr: float) -> Comparis
 
 
 def _quartiles(report: Report, name: str) -> Spread | None:
-    """Compute the quartiles over heads with a value; None for categories, or if no head has a value."""
+    """Compute a measure's quartiles over heads; None for categories, or if no head has a value."""
     measures = [head.measures[name] for head in report.heads if name in head.measures]
     values = [measure.value for measure in measures if measure.value is not None and measure.label is None]
     if not values:
@@ -202,7 +202,7 @@ def compare(
     progress: Progress = silent,
     request: CompareRequest,
 ) -> Report:
-    """Compare the measures of each head in two models on the same windows: second − first, with error, p and q.
+    """Compare each head's measures in two models on the same windows: second − first, with standard error, p and q.
 
     Return the report of the second model, with `comparison` (records.Comparison). The null hypothesis of p is that
     sampling of windows and rounding of weights explain the change. q corrects p for all heads × measures (Benjamini
@@ -251,7 +251,7 @@ def compare(
 
 
 def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> None:
-    """Raise UsageError for options that have no effect because the sides that they apply to are reports."""
+    """Raise UsageError for options that have no effect because they would apply only to reports."""
     reports = [isinstance(side, Report) for side in subjects]
     changed = [name for name, value in options.items() if value != CompareRequest.model_fields[name].default]
     ignored = [name for name in changed if all(reports) or (name in SECOND and reports[1])]
@@ -261,7 +261,7 @@ def _refuse_ignored(subjects: Sequence[Side], options: Mapping[str, object]) -> 
 
 
 def _select_options(subject: Side, options: Mapping[str, object], number: int) -> dict[str, Any]:
-    """Return the options of one side, with SECOND only for the second side; named models default to float32."""
+    """Return one side's options, without SECOND for the first side; models given by name default to float32."""
     selected = {name: value for name, value in options.items() if number or name not in SECOND}
     if isinstance(subject, str | PathLike):
         return {"dtype": "float32", **selected}
@@ -275,7 +275,7 @@ def _prepare_sides(
     tokenizer: PreTrainedTokenizerBase | None,
     progress: Progress,
 ) -> list[tuple[PreparedRun, hooks.Swaps]]:
-    """Load both models with the same texts; return each with the kernels stored in its folder by --save."""
+    """Load both models with the same texts; return each with the replacement kernels that --save stored with it."""
     runs: list[tuple[PreparedRun, hooks.Swaps]] = []
     for subject, options in zip(models, option_sets, strict=True):
         swaps: hooks.Swaps = {}
@@ -291,7 +291,7 @@ def _prepare_sides(
 
 
 def compare_files(first: PreparedRun, second: PreparedRun, fdr: float) -> tuple[Comparison, Report]:
-    """Compare two models' weights as stored in their files; return the comparison and the second model's report."""
+    """Compare two models, at least one left in files; return the comparison and the second model's report."""
     sides = survey(first), survey(second)
     reports = compute(sides[0])[0], compute(sides[1])[0]
     shapes, other_shapes = ([(each.site.path, each.call.query.shape[1]) for each in side.site_calls] for side in sides)
@@ -302,7 +302,7 @@ def compare_files(first: PreparedRun, second: PreparedRun, fdr: float) -> tuple[
 
 
 def compare_models(first: ComparedModel, second: ComparedModel, fdr: float, progress: Progress) -> Comparison:
-    """Compare two inspected models: by head if sites and numbers of heads agree, on text if inputs also agree."""
+    """Compare two inspected models: by head if sites and numbers of heads agree, and on text if inputs also agree."""
     shapes, other_shapes = (
         [(each.site.path, each.site.ordinal, each.call.query.shape[1], each.call.group) for each in side.site_calls]
         for side in (first, second)

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 ALIKE = 0.5
-"""Heads count as reordered if each moved head's distance to its partner is below this number, and is also below this
-number times its distance to the head of the same number. The distance between unrelated heads is about 1, the
-distance between a head and its fine-tuned version small. Heads that merely resemble several others stay in place."""
+"""Heads count as reordered if each moved head is nearer to its partner than ALIKE, and than ALIKE times its distance to
+the head with its own index. The distance between unrelated heads is about 1; that between a head and its fine-tuned
+version is small. Heads that merely resemble several others stay in place."""
 
 
 def match_heads(first: QueryKey, second: QueryKey) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ def _inner_products(first: QueryKey, second: QueryKey) -> Float[Tensor, "heads o
 
 
 def form_distances(first: QueryKey, second: QueryKey) -> dict[str, Float[Tensor, " heads"]]:
-    """Compute, by head, ‖M' − M‖/‖M‖ (1 if only M is 0) and the largest angles, in degrees, between the factors.
+    """Compute each head's ‖M' − M‖/‖M‖ (1 if only M is 0) and largest principal angles of W_Q and of W_K in degrees.
 
     All are NaN if a form is not finite. The change is NaN if both forms are 0; an angle is NaN if both factors are 0.
     """
@@ -95,7 +95,7 @@ Block = tuple[str, nn.Module]  # the path of a block of the model, and the block
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedModel(Inspection):
-    """One model of a comparison: its inspection with the results."""
+    """One model of a comparison: its inspection and the resulting report."""
 
     report: Report
     design: Design  # sampling design of the windows
@@ -113,7 +113,7 @@ class ComparedModel(Inspection):
 
     @property
     def heads(self) -> list[tuple[str, int]]:
-        """Name of the site, and number within the layer, of each head of the report."""
+        """Site name and head index of each head in the report."""
         return [(head.site, head.head) for head in self.report.heads]
 
     def without_text(self) -> ComparedModel:
@@ -122,12 +122,12 @@ class ComparedModel(Inspection):
         return replace(self, inputs=None, report=report)
 
     def get_factors(self, site: Site) -> SiteFactors | None:
-        """Return the factors of a site's weights, or the reason if unreadable; None if the run did not read weights."""
+        """Return the factors of a site's weights, or the error if unreadable; None if the run did not read weights."""
         return (self.factors or {}).get(site)
 
 
 def _remove_token_measures(report: Report) -> Report:
-    missing = Measure(value=None, reason="the measure requires the exponential kernel, but this model has another")
+    missing = Measure(value=None, reason="the measure requires the exponential kernel, which this model does not use")
     tokens = {name for name, source in measure_sources().items() if source == "tokens"}
     heads = []
     for head in report.heads:
@@ -148,9 +148,9 @@ class Pairing:
 
     @classmethod
     def of(cls, first: ComparedModel, second: ComparedModel) -> Pairing:
-        """Pair sites in order, and heads by form; pair heads by number if forms can't be read or --heads is given.
+        """Pair sites in order, and heads by similarity of their forms M.
 
-        Heads are also paired by number if the order of the forms is unclear, or if W_V or W_O contradicts this order.
+        Heads are paired by index if --heads is given, or if their order is unknown, unclear or refuted by W_V or W_O.
         """
         sites = dict(zip(first.key_heads, second.key_heads, strict=True))
         numbers = {site: tuple(range(len(key_heads))) for site, key_heads in first.key_heads.items()}
@@ -165,7 +165,7 @@ class Pairing:
         return replace(by_number, unmoved=[site for site in sites if order[site] != numbers[site]])
 
     def ordered_forms(self, site: Site) -> tuple[QueryKey, QueryKey] | str:
-        """Return both models' forms, with heads in the first model's order, or the reason if not comparable."""
+        """Return both models' forms, with heads in the first model's order, or why they can't be compared."""
         forms = []
         for which, side, place in (("first", self.first, site), ("second", self.second, self.sites[site])):
             factors = side.get_factors(place)
@@ -208,7 +208,7 @@ class Pairing:
     def add_divergences(
         self, values: SequenceValues, original: Pass, others: Mapping[str, Pass], batch: texts.Batch, start: int
     ) -> None:
-        """Add the divergence of each of `others` from `original` to `values`; the batch starts at sequence `start`."""
+        """Add to `values` KL(`original` ‖ other) of attention rows for each of `others`, from sequence `start` on."""
         for first, second in self.sites.items():
             before = original.calls.get(first)
             # sites of a saved swap that keep their own kernel are not visited
@@ -250,12 +250,12 @@ class Pairing:
 WIDE = ("query", "key", "value", "bias")  # parts of a call that are converted to float64
 FLOOR = 1e-12  # lower bound on attention weights in KL, so that a key hidden in only one model costs at most 27.6 nats
 STATES = ("hidden_states", "encoder_hidden_states")
-"""Names of block inputs that are hidden states. The first input of a block always contains them."""
+"""Names of block inputs that are hidden states; a block's first input always counts as such."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of a model that run once per forward pass, in execution order."""
+    """The blocks of a model that run once per forward pass, in execution order."""
 
     compared: Sequence[Block] = ()  # blocks up to the last one that contains an inspected site
     later: Sequence[Block] = ()  # blocks that no result of a comparison depends on
@@ -281,9 +281,9 @@ class Pass:
 
     calls: dict[Site, Call] = field(default_factory=dict)  # attention call of each inspected site
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Hidden states that each compared block received, by the block's path and the input's name."""
+    """Hidden states that each compared block received, keyed by block path and input name."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """Hidden states that each compared block returned, by its path."""
+    """Hidden states that each compared block returned, keyed by block path."""
     later: dict[str, object] = field(default_factory=dict)  # output of each later block, by its path
 
 
@@ -297,10 +297,10 @@ def run_pass(
 ) -> Pass:
     """Run one side's model, and record its attention calls and the input and output states of the compared blocks.
 
-    If `original` is given, later blocks return the outputs recorded in `original`. With `own_states`, only attention
-    calls are then recorded. Without `own_states`, each compared block runs on its input states in `original`, and calls
-    and output states are recorded. The output states of a block are its output, or the first element of a tuple; blocks
-    whose output states are not a tensor are left out.
+    If `original` is given, input states are not recorded, and later blocks return their outputs in `original`; with
+    `own_states`, output states are not recorded either; without, each compared block runs on its input states in
+    `original`. The output states of a block are its output, or the first element of a tuple; blocks whose output states
+    are not a tensor are left out.
     """
     recorded, model, sites = Pass(), side.loaded.model, side.all_sites
 
@@ -359,7 +359,7 @@ def compare_blocks(passes: tuple[Pass, Pass], blocks: Sequence[Block], batch: te
 
 
 def _convert_state(state: Tensor | None, value: object) -> object:
-    """Return `state` with the type and device of `value`, or `value` if their shapes differ or one is not a tensor."""
+    """Return `state` with the dtype and device of `value`, or `value` if shapes differ or either is not a tensor."""
     if state is None or not isinstance(value, Tensor) or value.shape != state.shape:
         return value
     always = torch.ones((), dtype=torch.bool, device=value.device)  # tracers must see `value` as a source
@@ -367,9 +367,9 @@ def _convert_state(state: Tensor | None, value: object) -> object:
 
 
 def _attention_rows(call: Call, swap: hooks.Replacement | None) -> Tensor:
-    """Compute attention weights and append the sink's share of each row.
+    """Compute attention rows, with the sink's share of each row appended.
 
-    Rows are NaN in heads whose kernel has no weights, or can have negative ones.
+    Rows are NaN in heads whose kernel has no attention weights, or can have negative ones.
     """
     rows = attention.weights(call, OWN)
     if swap is not None:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SMALLEST = {OWN_ROWS: 1e-4, ROWS: 1e-4, FORMS: 1e-3, QUERY_ANGLE: 0.06, KEY_ANGLE: 0.06}
-"""Smallest changes of practical size: in nats, as a share of ‖M‖, and in degrees (0.001 radian). Rounding errors of a
-change of basis within a head change M by about eps · cond, which is too little to matter."""
-SMALLEST_BLOCK = 1e-3  # smallest change of practical size in a block's output, as a share of the output's norm
+"""Smallest changes that matter: in nats, as a share of ‖M‖, and in degrees (0.001 radian). Rounding errors of a change
+of basis within a head change M by about eps · cond, which is too little to matter."""
+SMALLEST_BLOCK = 1e-3  # smallest change in a block's output that matters, as a share of the output's norm
 ENOUGH_HEADS = 4  # least number of heads for which an interquartile range is computed
 CHANGED_P = 1e-3  # p below which a change counts as more than rounding; rounding alone gives 1 such p in 1000 heads
 POWER = 0.8  # probability with which a test detects the smallest detectable change
@@ -49,7 +49,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class ChangeTest:
-    """Changes of one measure in all heads, with p-values."""
+    """Changes in one measure, with p-values, for all heads."""
 
     delta: Float[Tensor, " heads"]
     p: Float[Tensor, " heads"]
@@ -58,7 +58,7 @@ class ChangeTest:
     rounding: Rounding | None = None
 
     def negligible(self, smallest: float | None) -> Bool[Tensor, " heads"]:
-        """Return True for changes whose 90 % interval lies within ± `smallest` (two one-sided tests at 5 %).
+        """Return True for changes whose 90 % confidence interval is within ± `smallest` (two one-sided tests at 5 %).
 
         Return False for all changes if `smallest` is None.
         """
@@ -69,7 +69,7 @@ class ChangeTest:
 
     @property
     def beyond_rounding(self) -> list[bool | None]:
-        """True for heads whose change is larger than rounding explains (p < CHANGED_P); None if unknown."""
+        """True for heads whose change exceeds the effect of rounding (p < CHANGED_P); None if unknown."""
         if self.rounding is None:
             return [None] * len(self.delta)
         size, p = self.rounding.size, rounding_p_values(self.delta, self.rounding)
@@ -120,20 +120,20 @@ def test_windows(
 
 
 def test_rounding(delta: Float[Tensor, " heads"], rounding: Rounding) -> ChangeTest:
-    """Test changes of measures of weights: p is the p-value for rounding, or 1 without a change."""
+    """Test changes in a measure of weights: p is the p-value for rounding, or 1 without a change."""
     p = torch.where(delta == 0, 1.0, rounding_p_values(delta, rounding)).masked_fill(~delta.isfinite(), torch.nan)
     return ChangeTest(delta, p, rounding=rounding)
 
 
 def test_unpaired(delta: Float[Tensor, " heads"], se: Float[Tensor, " heads"], freedom: int) -> ChangeTest:
-    """Test unpaired changes by Student's t; if both sides read the same windows, `se` and p are too large."""
+    """Test unpaired changes with Student's t; if both sides read the same windows, `se` and p are too large."""
     p = torch.from_numpy(2 * stdtr(max(freedom, 1), -(delta.abs() / se).numpy()))
     p = torch.where(se > 0, p, torch.nan) if freedom > 0 else torch.full_like(delta, torch.nan)
     return ChangeTest(delta, torch.where(delta == 0, 1.0, p), se, freedom)
 
 
 def rounding_p_values(delta: Float[Tensor, " heads"], rounding: Rounding) -> Float[Tensor, " heads"]:
-    """Compute Student's P(|t| ≥ r) for r = |delta|/size (divergences: √r); NaN if rounding had no effect."""
+    """Compute Student's P(|t| ≥ r), r = |delta|/size or, for divergences, its root; NaN if rounding had no effect."""
     ratios = delta.abs() / rounding.size
     scores = (ratios.sqrt() if rounding.squared else ratios).numpy()
     p = torch.from_numpy(2 * stdtr(rounding.freedom.numpy(), -scores))
@@ -152,9 +152,8 @@ def combine_rounding(
 
     The degrees of freedom of the sum follow Welch and Satterthwaite. `_moderate` then averages the sums over heads.
 
-    An integer measure (a count of columns, a rank) does not change in most draws. Each head's size is therefore
-    at least the standard deviation of a Gaussian whose typical maximum over all draws and heads is the largest
-    observed change.
+    An integer measure (a count of columns, a rank) does not change in most draws. Each head's size is therefore at
+    least the standard deviation of a Gaussian whose typical maximum over all draws and heads is the largest change.
     """
     # a form of zeros is not rounded (NaN); then only the other model's draws count
     squares = [part.double() if squared else part.double().square() for part in (first, second)]
@@ -174,7 +173,7 @@ def combine_rounding(
 def _moderate(
     squares: Float[Tensor, " heads"], freedom: Float[Tensor, " heads"]
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, " heads"]]:
-    """Average the heads' mean squares with the typical mean square, by degrees of freedom (Smyth 2004, eq. 6.2).
+    """Average heads' mean squares with the typical one, weighted by degrees of freedom (Smyth 2004, eq. 6.2).
 
     Return the averages and their degrees of freedom. The more alike the heads are, the more degrees of freedom the
     typical mean square has, up to PRIOR. A mean square of 0 is not averaged. If fewer than ENOUGH_HEADS are above 0,
@@ -231,7 +230,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
             if not math.isnan(row_p):
                 fields["least"] = finite_or_none(least[name][place])
             elif fields["delta"] is not None and reason is None:
-                unmoved = "rounding never changed the measure, so the size of the effect of rounding is unknown"
+                unmoved = "rounding never changed the measure, so the effect of rounding is unknown"
                 reason = unmoved if test.se is None else "one window, or one text, has no spread"
         elif reason is None and before is not None and after is not None:
             fields, reason = {"delta": after - before}, untested
@@ -256,7 +255,7 @@ def build_rows(heads: Heads, tests: Mapping[str, ChangeTest | None], fdr: float,
 
 
 def _smallest_change(heads: Heads, name: str) -> float | None:
-    """Return the smallest change of practical size; None if too few heads have values, or their spread is 0."""
+    """Return the smallest change that matters; None if too few heads have values, or their spread is 0."""
     if name in SMALLEST:
         return SMALLEST[name]
     values = field_values(heads, name)[0]
@@ -273,7 +272,7 @@ def is_category(heads: Heads, name: str) -> bool:
 
 
 def field_values(heads: Heads, name: str, field: str = "value") -> tuple[Tensor, Tensor]:
-    """Return a measure's `field` (`value` or `se`) for the heads of both models; NaN where it is missing."""
+    """Return a measure's `field` (`value` or `se`) in the heads of both models; NaN where it is missing."""
     columns = ([getattr(head.measures.get(name), field, None) for head in side] for side in heads)
     first, second = ([math.nan if number is None else number for number in column] for column in columns)
     return torch.tensor(first, dtype=torch.float64), torch.tensor(second, dtype=torch.float64)
@@ -281,16 +280,16 @@ def field_values(heads: Heads, name: str, field: str = "value") -> tuple[Tensor,
 
 DRAWS = 2
 """Number of random roundings of each model's weights. Fewer draws need fewer forward passes and reduce the power, but
-not the coverage, because Student's t then has fewer degrees of freedom (benchmarks/rounding.py)."""
+the tests stay valid, because Student's t then has fewer degrees of freedom (benchmarks/rounding.py)."""
 PRIOR = 4.0
 """Maximum degrees of freedom of the typical mean square over heads. A small number keeps the tails of Student's t
 heavy, because rounding can change a single head far more than the others."""
 MOST = 1e6  # degrees of freedom that count as infinite
 FEW = 1
-"""Number of windows on which the effect of rounding on tokens.* is measured. The mean square of the effect on one
-window is at least that on the mean over windows, and each window costs 2 × DRAWS passes per model."""
+"""Number of windows on which the effect of rounding on tokens.* is measured. The effect on one window has at least the
+mean square of the effect on the mean over windows, and each window costs 2 × DRAWS passes per model."""
 BLOCKS = "compare.block_change"
-"""Name of the change ‖o' − o‖/‖o‖ of a block's output o if both models receive the first model's input states; one
+"""Name of the change ‖o' − o‖/‖o‖ in a block's output o if both models receive the first model's input states; one
 value per block, not per head."""
 BITS = {
     torch.bfloat16: (torch.int16, 7),
@@ -298,16 +297,15 @@ BITS = {
     torch.float32: (torch.int32, 23),
     torch.float64: (torch.int64, 52),
 }
-"""Integer type of the same width, and number of mantissa bits, for each number type of stored weights, from coarse to
-fine."""
+"""Integer dtype of equal width, and number of mantissa bits, for each dtype of stored weights, from coarse to fine."""
 DIFFERENT, MANY = 16, 4096
-"""Distinct values, among the first MANY of a weight, needed to identify its stored type: a few small integers or powers
-of 2 are exact in every type."""
+"""DIFFERENT distinct values among the first MANY of a tensor are needed to identify its stored type, because a few
+small integers or powers of 2 are exact in every type."""
 MOVED = 12  # one number in MOVED moves by one spacing: this gives the variance of rounding, 1/12 of a squared spacing
 
 
 def stored_type(weight: Tensor) -> torch.dtype:
-    """Return the coarsest number type that is exact for all values; float32 if few are distinct, as in gains of 1."""
+    """Return the coarsest dtype that holds all values exactly; float32 if few are distinct, as in gains of 1."""
     sample = weight.flatten()[:MANY]
     if len(sample.unique()) < min(DIFFERENT, weight.numel()):  # type: ignore[no-untyped-call]
         return torch.float32
@@ -317,7 +315,7 @@ def stored_type(weight: Tensor) -> torch.dtype:
 
 
 def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
-    """Return the coarsest stored type of matrices in a site's module; this type limits the precision of queries."""
+    """Return the coarsest stored type of matrices in a site's module, which limits the precision of queries."""
     kinds = [stored_type(weight) for weight in model.get_submodule(site.path).parameters() if weight.dim() > 1]
     return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
 
@@ -325,7 +323,7 @@ def site_type(model: PreTrainedModel, site: Site) -> torch.dtype:
 def stored_types(model: PreTrainedModel, unused: Collection[str] = ()) -> list[tuple[Tensor, torch.dtype]]:
     """Return a model's floating-point weights with their stored types.
 
-    Weights that belong only to modules at the paths `unused` are omitted.
+    Weights used only by modules at the paths `unused` are omitted.
     """
     prefixes = tuple(f"{path}." for path in unused)
     # duplicates, because a weight outside these modules can be shared with one of them
@@ -336,7 +334,7 @@ def stored_types(model: PreTrainedModel, unused: Collection[str] = ()) -> list[t
 
 @contextmanager
 def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.Generator) -> Iterator[None]:
-    """Context manager: move one value in twelve of each weight by ± one spacing of its type, then back."""
+    """Context manager: move one value in twelve of each weight by ± one spacing of its type; restore all at the end."""
     replaced_values: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
         for data, kind in types:
@@ -350,12 +348,12 @@ def move_weights(types: Sequence[tuple[Tensor, torch.dtype]], generator: torch.G
 
 
 def move_values(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Copy a tensor and move one value in twelve by ± one spacing of `kind`, with the variance of rounding."""
+    """Return a copy with one value in twelve moved by ± one spacing of `kind`: this has the variance of rounding."""
     return tensor.clone().put_(*_draw_moves(tensor, kind, generator))
 
 
 def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw flat indices of one value in twelve, and move each value to a neighbour in `kind`; 0 stays 0."""
+    """Draw one value in twelve; return flat indices, and the values moved by ± one spacing of `kind` (0 stays 0)."""
     part, remainder = divmod(tensor.numel(), MOVED)
     count = part + int(torch.randint(MOVED, (1,), generator=generator)) // (MOVED - remainder)
     places = torch.randint(max(tensor.numel(), 1), (count,), generator=generator).to(tensor.device)
@@ -368,9 +366,9 @@ def _draw_moves(tensor: Tensor, kind: torch.dtype, generator: torch.Generator) -
 
 
 def draw_weights(side: ComparedModel, draws: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Simulate how rounding changes weights.* and the heads' forms.
+    """Simulate how rounding changes weights.* and the heads' forms M.
 
-    Return a table (draws, heads) per measure, with NaN for heads whose form can't be read.
+    Return tables (draws, heads) keyed by measure name, with NaN for heads whose form can't be read.
     """
     analyzers = side.select_analyzers("weights")
     tables: dict[sequences.Place, Tensor] = {}
@@ -385,7 +383,7 @@ def draw_weights(side: ComparedModel, draws: int, generator: torch.Generator) ->
 def _draw_site_changes(
     factors: weights.Factors, analyzers: Sequence[Analyzer], kind: torch.dtype, draws: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Simulate how rounding changes one site's forms and scalar measures; return a table (draws, heads) per measure.
+    """Simulate how rounding changes one site's forms and scalar measures; return tables (draws, heads) keyed by name.
 
     If no head is finite, only forms are included. Measures that compare a model with its base are left out.
     """
@@ -394,7 +392,7 @@ def _draw_site_changes(
     analyzers = [analyzer for analyzer in analyzers if not analyzer.needs_base] if finite else []
 
     def scalars(form: QueryKey) -> dict[str, Tensor]:
-        """Compute the scalar measures (no curves) by name; NaN for heads that are not finite."""
+        """Compute scalar measures (no curves), keyed by name; NaN for heads that are not finite."""
         by_name: dict[str, Tensor] = {}
         for analyzer in analyzers:
             readings = analyzer.read(form.select(finite))
@@ -417,7 +415,7 @@ def draw_tokens(
 ) -> dict[str, Tensor]:
     """Simulate how rounding changes tokens.*, attention rows (KL) and block outputs, as means over windows.
 
-    Return a table (draws, heads) per measure; the table of block outputs has the shape (draws, blocks).
+    Return tables (draws, heads) keyed by measure name; the table of block outputs has the shape (draws, blocks).
     """
     batches = texts.batches(side.loaded, side.contents, cut)
     recorded = [run_pass(side, batch.inputs, blocks) for batch in batches]
@@ -426,7 +424,7 @@ def draw_tokens(
     analyzers = side.select_analyzers("tokens")
 
     def measure(passes: Sequence[Pass], compared: Mapping[str, Sequence[Pass]]) -> dict[str, Tensor]:
-        """Compute tokens.* in `passes`, and divergences of `compared` from the recorded passes: (windows, heads)."""
+        """Compute tables (windows, heads) of tokens.* in `passes`, and of KL of each of `compared` from `recorded`."""
         values, start = sequences.SequenceValues(batches.sequences), 0
         for number, batch in enumerate(batches):
             for site, call in passes[number].calls.items():

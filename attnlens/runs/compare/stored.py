@@ -1,4 +1,4 @@
-"""Compare two models whose weights stay in their files, layer by layer: forms, measures of weights, and causes."""
+"""Compare two models whose weights are left in files, layer by layer: forms, measures of weights, and causes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ NOTE = (
 
 
 def compare_stored(sides: Sides, reports: tuple[Report, Report], fdr: float) -> Comparison:
-    """Compare two inspected models site by site, with at most one layer of each model in memory."""
+    """Compare two inspected models site by site, while at most one layer of each model is in memory."""
     sites = {first.site: second.site for first, second in zip(sides[0].site_calls, sides[1].site_calls, strict=True)}
     distances: dict[tuple[str, int, str], float | None] = {}
     relations: dict[tuple[str, int], Relation | None] = {}
 
     def visit(site: Site, factors: tuple[SiteFactors, SiteFactors]) -> None:
-        """Compute the distances between the forms of one site, and find the identical heads."""
+        """Record the distances between both models' forms at one site, and which heads are identical."""
         if not isinstance(factors[0], Factors) or not isinstance(factors[1], Factors):
             return
         first, second = factors[0].query_key, factors[1].query_key
