@@ -315,7 +315,7 @@ def test_layers_that_the_config_leaves_out_are_named_and_a_missing_head_is_not(t
         edited(tmp_path / "config.json", **{field: 1})
         [skipped] = (coverage := read()).skipped
         assert skipped.site.endswith(layer)
-        assert "layers of the checkpoint, which have 1" in coverage.sentence
+        assert "layers of the checkpoint, whose 1" in coverage.sentence
 
 
 NONSENSE = {
