@@ -60,7 +60,10 @@ def _assertion_fixture() -> Callable[..., None]:
 
 
 def _get_report(subject: object, options: dict[str, object], rules: object = None) -> Report:
-    """Return `subject` if it is a report, read it from a path, or inspect a model, by default as `rules` require."""
+    """Return `subject` if it is a report, or read the report at this path, or inspect the model.
+
+    Unless `options` name analyzers, a model is inspected with those that `rules` need.
+    """
     import attnlens
     from attnlens.arguments import names_report
     from attnlens.checks.judging import choose_options

@@ -216,7 +216,7 @@ FIGURE = (
     "overview, or the picture that the file is named after (e.g. `symmetry.pdf`). Captions are written to FILE.txt."
 )
 BARE = "Draw the pictures of --figure for a paper: 8-point text, 3.4 or 7 inches wide, without a title or notes."
-VERBOSE = "Also show settings, versions, timings, memory use and notes; swaps and experiments also show more tables."
+VERBOSE = "Also show settings, versions, timings, memory use, notes and, if there are any, further tables."
 OUTPUT_OPTIONS = TABLE | JSON | output("--csv", "Write the results as CSV.") | output("--figure", FIGURE, "FILE|DIR")
 OUTPUT_OPTIONS |= option("--bare", bool, BARE, panel=OUTPUT)
 OUTPUT_OPTIONS |= output("--html", "Write a self-contained HTML page.") | MARKDOWN | QUIET

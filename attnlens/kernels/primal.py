@@ -30,7 +30,7 @@ STRENGTHS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # ridge strengths t
 
 @dataclass
 class Moments:
-    """Sums over tokens of products of z = [Fφ(q); Fφ(k); 1] and the output y of the model's own kernel, in float64."""
+    """Second moments, summed over tokens in float64, of z = [Fφ(q); Fφ(k); 1] and the original output y of a head."""
 
     gram: Float[Tensor, "heads size size"]  # Σ z zᵀ
     cross: Float[Tensor, "heads size value_dim"]  # Σ z yᵀ

@@ -7,8 +7,8 @@
 - `statistics`: standard errors, intervals, p-values, null distributions, rank correlations.
 
 Inputs are tensors, dataclasses of tensors or an attention site's `QueryKey`; outputs are tensors, numbers or
-dataclasses. Computations are in float64 unless a docstring says otherwise. Importers: `analyzers`, `kernels`, `models`,
-`runs`, `lab`.
+dataclasses. Computations are in float64 unless a docstring says otherwise. This package is imported by
+`analyzers`, `kernels`, `models`, `runs` and `lab`.
 """
 
 from attnlens.lazy import import_submodules

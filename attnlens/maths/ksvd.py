@@ -1,7 +1,7 @@
 """Attention as an asymmetric kernel machine: kernel SVD, dual and primal (Chen et al. 2023).
 
 All functions take plain tensors, such as (…, tokens, features), and treat leading axes as a batch. They return tensors,
-or a frozen `Dual`, `Primal` or `Nystrom`. Decompositions are computed in float64. Importers: see `attnlens.maths`.
+or a frozen `Dual`, `Primal` or `Nystrom`. Decompositions are computed in float64.
 
 >>> import torch
 >>> from attnlens.maths import ksvd

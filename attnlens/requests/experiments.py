@@ -42,7 +42,7 @@ class StudyRequest(EngineRequest):
     )
     pairs: FilePlace = one_file(
         "Sentence pairs for translation, one per line: `source TAB target` or `id TAB source TAB target`. Default: "
-        "a built-in reversal task, which provably cannot be solved without positions (with `--scale paper`: IWSLT'14)."
+        "a built-in reversal task, which cannot be solved without positional information (`--scale paper`: IWSLT'14)."
     )
     series: Annotated[tuple[str, str], checks(_series)] | None = option(
         "A training file and a test file of time series to classify, in the UEA archive's `.ts` format.",

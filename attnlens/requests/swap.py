@@ -188,7 +188,7 @@ class HealRequest(KeptRequest, KernelRequest):
     ksvd_convention: Convention = keyword("KSVD objective: as in the `paper`, or as in its published `code`.", "paper")
     fit: bool = fit_option()
     ranks: object = one_file(
-        "Take the ranks of the key heads for --kernel rank from this plan (from `ranks --plan` or `ranks --json`)."
+        "For --kernel rank: take the rank of each key head from this plan, written by `ranks` with --plan or --json."
     )
 
 

@@ -250,7 +250,7 @@ def require_identity(loaded: loading.Loaded, inputs: Mapping[str, Tensor]) -> fl
 
 
 def list_skipped(loaded: loading.Loaded, survey: hooks.Survey) -> list[Skipped]:
-    """List attention that can't be read or did not run, and layers of the checkpoint that the config omits."""
+    """List attention modules that can't be read or did not run, and layers of the checkpoint that the config omits."""
     outside = [Skipped(site=path, reason=why or NOT_RUN) for path, why in survey.missed.items()]
     known = [f".{name}" for name, _ in loaded.model.named_parameters()]
     unused: Counter[str] = Counter()

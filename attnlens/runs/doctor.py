@@ -212,7 +212,7 @@ def _examine(loaded: loading.Loaded, settings: Settings, inputs: dict[str, Tenso
 
 
 def _coverage(results: Sequence[SiteCheck], missed: Sequence[Skipped]) -> Coverage:
-    """Summarise the coverage: a head is analysed if its error from tokens or its error from weights is known."""
+    """Summarise the coverage. A head is analysed if its recomputed attention was compared with the model's."""
     heads = sum(check.heads for check in results)
     analysed = heads - sum(check.heads for check in results if check.verdict == "not checked")
     skipped, without = list[Skipped](), dict[str, int]()

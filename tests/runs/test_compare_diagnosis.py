@@ -763,8 +763,11 @@ def test_number_types_are_those_that_fit_the_values():
     tensors = report.comparison.tensors
     assert tensors.types == ("float32", "bfloat16"), "both models hold float32 numbers"
     for types, words in (
-        (tensors.types, "The first model's values fit float32; the second model's values fit bfloat16."),
-        (("gptq", "float16"), "The first model is stored as gptq; the second model's values fit float16."),
+        (
+            tensors.types,
+            "The first model's values are exact in float32; the second model's values are exact in bfloat16.",
+        ),
+        (("gptq", "float16"), "The first model is stored as gptq; the second model's values are exact in float16."),
     ):
         assert findings(report, tensors=tensors.model_copy(update={"types": types}))[0].evidence.endswith(words)
 

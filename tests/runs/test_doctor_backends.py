@@ -428,7 +428,7 @@ def test_a_requested_mask_that_did_not_run_is_named_skipped_and_exits_with_3(tmp
     report = attnlens.doctor(family("bert"), masks="causal,bidirectional", backends="eager", **PLAIN)
     (answer,) = (each.answer for each in find(Shapes(report)) if each.question == "Masks right?")
     assert answer.startswith(
-        "Yes: every output sees the declared tokens (bidirectional). Not tested: causal: the model"
+        "Yes: every output depends on exactly the tokens that it may see (bidirectional). Not tested: causal: the model"
     )
     family("bert").model.save_pretrained(tmp_path / "bert")
     words = ("doctor", tmp_path / "bert", "--length", "16", "--no-progress", "--backends", "eager")

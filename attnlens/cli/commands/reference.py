@@ -38,7 +38,7 @@ WHAT = opt.argument(
 PART = opt.argument("part", "List only entries whose name contains this text, such as `gemma`.", metavar="TEXT")
 EXPLAINED = opt.argument(
     "name",
-    "A measure, curve, distance or kernel (see `attnlens list`), or a term used in the output.",
+    "One measure, curve, distance or kernel (see `attnlens list`), or one term used in the output.",
     list[str],
     "NAME",
     names=list_explained,

@@ -6,7 +6,7 @@ Contents: `routes` (attend: choose the fastest exact route), `rows` (row tiles, 
 `sums` (SDPA, running sums, hybrids, Primal-Attention), `scores` (FlexAttention), `primal_heads` (Primal-Attention as a
 torch module).
 Inputs: a `records.Call` and a `Kernel`. Outputs: (batch, queries, heads, value_dim), or the attention weights.
-Importers: `models`, `runs` and `lab`. Importing this package loads torch, unlike the other modules of `kernels`.
+Imported by `models`, `runs` and `lab`. Importing this package loads torch, unlike the other modules of `kernels`.
 """
 
 from attnlens.choices import Route

@@ -9,7 +9,7 @@
 - `descent`: gradient descent on one-layer attention, for many trials at once.
 
 All functions take plain tensors and work in float64, without a model. A `Solution` contains a proof that it is optimal
-or that the problem is infeasible, unless its status is `inaccurate`. Importers: see `attnlens.maths`.
+or that the problem is infeasible, unless its status is `inaccurate`.
 
 >>> import torch
 >>> from attnlens.maths import attsvm

@@ -164,7 +164,7 @@ def descend(
     """Iterate W ← W − lr·∇_W/‖∇_W‖_F on the mean loss, from `start` (Tarzanagh et al. 2023, W-GD, normalised).
 
     If `start` is a pair of factors (K, Q) with W = KQᵀ, the steps are K ← K − lr·∇_W Q/c and Q ← Q − lr·∇_WᵀK/c. With
-    the normaliser "form", c is ‖∇_W‖ in both steps, and ‖W‖ after t steps grows at most as (1 + lr)^2t; with "own",
+    the normaliser "form", c is ‖∇_W‖ in both steps, and ‖W‖ after t steps grows at most as (1 + lr)^(2t); with "own",
     each step is divided by its own norm, and ‖W‖ grows at most as t². `floor` is added to every norm: with 2.2e-16,
     as in the published code, a trial stops once its gradient vanishes; with 0, it follows even the tiniest gradient.
     The losses are log(1 + e^(−Yf)) ("logistic"), e^(−Yf) ("exponential") and −log(Yf) ("log"), which needs
@@ -268,5 +268,5 @@ def _check(instances: Instances, parts: Parts, iterations: int, lr: float, loss:
 
 
 def most_iterations(lr: float) -> int:
-    """Return the largest t with (1 + lr)^2t ≤ 1e250, so that W cannot overflow float64 within t iterations."""
+    """Return the largest t with (1 + lr)^(2t) ≤ 1e250, so that W cannot overflow float64 within t iterations."""
     return int(250 * math.log(10) / (2 * math.log1p(lr)))

@@ -259,7 +259,7 @@ def solve_nuclear(problem: Problem, tolerance: float = 1e-4, limit: int = 500) -
 
     An interior-point method solves a working set of constraints, to which violated constraints are added. It works in
     the spans of the u and of the z, which contain W. `tolerance` is the relative gap (P − D)/P to reach. At the default
-    of 1e-4, the norm is accurate to 1e-4, but not W; 1e-10 gives a W that is accurate to rounding. `limit` is the
+    of 1e-4, the norm is accurate to 1e-4, but W is not; 1e-10 gives a W that is accurate to rounding. `limit` is the
     largest number of interior-point steps. For an infeasible problem, the result contains Gordan's certificate and no
     norm. Raises the same errors as `solve`.
     """

@@ -9,7 +9,7 @@ pairs, with T(A) = B up to rounding, where A is the first layer and B the second
 - `rotations`: differences between two RoPEs.
 - `search`: the order in which hypotheses are preferred, and the search.
 
-Importers: `models` and `runs`.
+Imported by `models` and `runs`.
 """
 
 from attnlens.maths.diagnosis.layer import Layer

@@ -1,4 +1,4 @@
-"""Structural hypotheses on whole heads: a different order, or averaged, repeated or tiled key heads."""
+"""Hypotheses: operations on whole heads, such as a different order, or averaged, repeated or tiled key heads."""
 
 from __future__ import annotations
 

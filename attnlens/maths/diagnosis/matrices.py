@@ -1,4 +1,4 @@
-"""Structural hypotheses on whole matrices: exchange, misplacement, wrong split, transposition, change of basis."""
+"""Hypotheses: operations on whole matrices, such as exchange, wrong split, transposition or change of basis."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
 - `long`: leading singular values and sums of scores for long sequences, whose matrices are computed in tiles.
 
 Inputs are a `QueryKey`, its `Form`, or stacks of matrices; outputs are mostly tensors with one value or curve per head.
-Importers: those of `attnlens.maths`, and `maths.ksvd`.
+Imported by the packages that import `attnlens.maths`, and by `maths.ksvd`.
 """
 
 from attnlens.maths.linalg.attention import (

@@ -6,7 +6,7 @@
 - `associations`: rank correlations, permutation tests, comparisons of treatments in blocks.
 
 Inputs are tensors with one row per window or head, and a `Design`, which describes how windows were sampled; outputs
-are tensors, numbers or an `Interval`. Importers: see `attnlens.maths`.
+are tensors, numbers or an `Interval`.
 
 The studies under `benchmarks/` compare two measures of the same heads by Spearman's ρ with an interval over heads, or
 over whole `groups` of heads such as layers:

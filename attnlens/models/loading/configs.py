@@ -203,7 +203,7 @@ def check_config(place: Location) -> None:
             method = _find_method(value) if isinstance(value, dict) else value
             if path not in READ_SETTINGS or not isinstance(method, str) or method not in DECODED:
                 problem = f"{place.folder / CONFIG}: according to {shorten_text(path)}, the weights are quantised with"
-                supported = f"supported are GGUF and, for the whole model or its language model, {', '.join(DECODED)}"
+                supported = f"attnlens supports GGUF and, for a whole model or its language model, {', '.join(DECODED)}"
                 raise ModelError(f"{problem} {shorten_text(str(method))}; {supported}.", SAY_UNQUANTISED)
     if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING and not place.trusts_code:
         problem = f"{place.id} contains Python code, which would run on this machine."

@@ -517,9 +517,9 @@ def _select_weights(names: Collection[str], where: str, allow_pickle: bool) -> t
         if file in names:
             return "safetensors", file
     top_level = sorted(name for name in names if "/" not in name)
-    say_path = "Give the path of the file in this folder:"
+    say_path = "Give the path of a file in this folder:"
     if not os.path.isdir(where):  # noqa: PTH112  # a hub id
-        say_path = f"Run `hf download {where}`, and give the path of the file in the folder that it prints:"
+        say_path = f"Run `hf download {where}`, and give the path of a file in the folder that it prints:"
     ggufs = list(filter(_is_gguf, top_level))
     whole = [name for name in ggufs if not SHARD.search(name)]
     if len(whole) == 1:

@@ -155,7 +155,11 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
 
 def _storage(which: str, kind: str) -> str:
     """State how the weights of the `first` or `second` model (`which`) are stored: number type or quantisation."""
-    return f"{which} model's values fit {kind}" if "float" in kind else f"{which} model is stored as {clean(kind)}"
+    return (
+        f"{which} model's values are exact in {kind}"
+        if "float" in kind
+        else f"{which} model is stored as {clean(kind)}"
+    )
 
 
 LONGEST = 32  # Maximum number of characters printed of a config field's value

@@ -92,7 +92,10 @@ def _mask_findings(ran: Sequence[BackendCheck], untested: Sequence[MaskCheck], n
     if named:
         answer, severity = f"No: {join_items(named, 2, '; ')}.", "problem"
     else:
-        answer, severity = f"Yes: every output sees the declared tokens ({join_items(tested, 8)}).", "none"
+        answer, severity = (
+            f"Yes: every output depends on exactly the tokens that it may see ({join_items(tested, 8)}).",
+            "none",
+        )
         if left_out:
             severity = "notable"
     yield Finding(question="Masks right?", answer=f"{answer} {left_out}".rstrip(), severity=severity)

@@ -101,7 +101,7 @@ def build_unexplained(
     reshaped: tuple[str, ...] = (),
 ) -> Unexplained:
     """Build the cause for parts that no hypothesis explains; `change` is the largest relative change in a part."""
-    near = f"closest: {closest[0]}, residual {short(closest[1])}" if closest else "no known cause is close"
+    near = f"closest: {closest[0]}, residual {short(closest[1])}" if closest else "no known cause fits"
     words = describe_unexplained(names, change, near, reshaped)
     residual = closest[1] if closest else change
     return Unexplained(UNEXPLAINED, words, None, heads, residual, names, change=change, near=near, reshaped=reshaped)

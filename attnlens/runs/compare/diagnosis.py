@@ -137,7 +137,7 @@ class FoundCause:
 
 @dataclass
 class Walk:
-    """A search for causes in the layers of two models, and then in the tensors outside layers."""
+    """Search for the causes of differences between two models: first in their layers, then in all other tensors."""
 
     sides: Sides
     order: Orders
