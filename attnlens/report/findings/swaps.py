@@ -106,7 +106,8 @@ def _cheapest(swaps: list[Swap], method: str) -> Finding:
     close = [
         clean(swap.kernel) for swap, loss in measured if swap is not best and (loss.ci95 or (-math.inf,))[0] <= end
     ]
-    doubt = f"not clearly cheaper than {join_items(close, 3)}" if close else "its interval lies below all others"
+    alone = "the only kernel with a loss" if len(measured) == 1 else "its interval lies below all others"
+    doubt = f"not clearly cheaper than {join_items(close, 3)}" if close else alone
     decimals = loss_decimals([cost])
     answer = f"{clean(best.kernel)}, {doubt}."
     evidence = f"Change in the loss {format_number(cost.delta, decimals)}{_format_ending(cost.ci95, decimals, method)}"

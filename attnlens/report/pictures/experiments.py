@@ -12,11 +12,12 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import LogLocator, MaxNLocator, ScalarFormatter
 
+from attnlens.analyzers.registry import FORMS, OWN_ROWS
 from attnlens.records import Comparison, Curve, Experiment, Report, StudyCell, StudyColumn, StudyTable, Trajectory
 from attnlens.report.pictures import charts, style
 from attnlens.report.pictures.charts import Dot, Panel, Row, as_array
 from attnlens.report.pictures.maps import heading
-from attnlens.report.sections.comparisons import LOCAL, effect_sizes, rank_distances
+from attnlens.report.sections.comparisons import effect_sizes, rank_distances
 from attnlens.report.sections.experiments import changed_measures, format_label, judgement, measures_of, setting
 from attnlens.report.sections.facts import ran_on, standing, title
 from attnlens.report.shapes import Names, describe_measure
@@ -49,9 +50,10 @@ def comparison_panels(report: Report) -> list[Panel]:
         return []
     panels = []
     for name in rank_distances(comparison)[:1]:
-        title_of_map = f"where heads differ: {LOCAL[name]}{', nats' * ('KL' in LOCAL[name])}"
+        title_of_map = "where M differs: ‖ΔM‖/‖M‖" if name == FORMS else "where attention differs: KL, nats"
         info, significant = describe_measure(report, name), f"q ≤ {comparison.fdr:g}"
-        note = f"dots: {significant}; hatched: no change at all"
+        condition = "with equal hidden states; " * (name == OWN_ROWS)
+        note = f"{condition}dots: {significant}; hatched: no change at all"
         caption = f"{capitalise(info.meaning)}: {info.formula}. Logarithmic colours; KL in nats. "
         caption += f"Dots: heads with a significant change, {significant}. Hatched: no change at all."
         layers = len({row.layer for row in comparison.rows})
@@ -96,7 +98,7 @@ def draw_volcano(axes: Axes, comparison: Comparison) -> None:
             x = as_array(row.delta for row in rows) / [sizes[row.measure] for row in rows]
             certainty = -np.log10(np.clip(as_array(row.q for row in rows), LEAST_P, None))
             axes.scatter(x, certainty, s=6, color=colour, alpha=0.6, linewidth=0, label=f"{source}.*", rasterized=True)
-    level = f"significant above q = {comparison.fdr:g}"
+    level = f"q = {comparison.fdr:g}"
     axes.axhline(-np.log10(comparison.fdr), color=style.MUTED, linewidth=0.6, linestyle="--", label=level)
     axes.axvline(0, color=style.MUTED, linewidth=0.4)
     axes.set_xscale("symlog", linthresh=0.1)
