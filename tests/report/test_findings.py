@@ -13,7 +13,7 @@ from heads import query_key, random
 from reports import synthetic_report
 from rich.console import Console
 from scipy import stats
-from swap_reports import controls, planned, several, swap_report, swapped
+from swap_reports import controls, healing, planned, several, swap_report, swapped
 from typer.main import get_command
 
 from attnlens.analyzers.registry import NULL_DRAWS, select_analyzers
@@ -299,6 +299,19 @@ def test_next_commands_use_the_cheapest_kernel_and_read_as_much_as_the_report() 
         for command in next_commands(Shapes(short.model_copy(update={"settings": settings}))):
             assert "--windows 4 --length 32" in command
             parse(command)
+
+
+@pytest.mark.parametrize(
+    ("amount", "option"),
+    [("200 steps", "200"), ("2,000,000 tokens", "2000000tok"), ("1,800 seconds", "1800s"), (None, "60")],
+)
+def test_a_healed_model_is_saved_after_the_same_training_and_not_as_an_untrained_swap(amount, option) -> None:
+    trained = swapped(kernel="rbf", deltas=(0.9, 0.2, 0.001), healed=healing(60, amount=amount))
+    first, *others = next_commands(Shapes(swap_report(trained)))
+    assert first.startswith("attnlens heal ")
+    assert first.endswith(f"--kernel rbf --fit --train {option} --save changed")
+    assert not any("swap-kernel" in other and "rbf" in other for other in others)
+    parse(first)
 
 
 def test_findings_are_in_the_json_and_in_every_presentation() -> None:

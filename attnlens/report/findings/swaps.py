@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from shlex import quote
 
 from attnlens.choices import LENGTH, WINDOWS
-from attnlens.records import Change, Control, Coverage, Finding, Pair, Plan, Report, Rise, Severity, Swap
+from attnlens.records import Change, Control, Coverage, Finding, Healing, Pair, Plan, Report, Rise, Severity, Swap
 from attnlens.records.plans import MARGIN
 from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import BUDGETED, share
@@ -318,19 +318,29 @@ def after_swap(shapes: Shapes) -> Iterator[str]:
         return
     kernel = f"{model} --kernel {quote(swap.kernel)}{scope}"
     kernel += " --fit" * any(stage.name == "fitted" for stage in swap.stages)
+    verb, training = "swap-kernel", ""
+    if swap.healing is not None:
+        verb, training = "heal", _format_training(swap.healing) + written.options("calibration")
     loss = None if swap.diverged else swap.loss
     if loss is not None and _is_unclear(loss):
-        yield f"attnlens swap-kernel {kernel}{_windows(report, written, times=2)}"
+        yield f"attnlens {verb} {kernel}{_windows(report, written, times=2)}{training}"
     elif loss is not None and loss.delta < NEGLIGIBLE * loss.before and written.model is None:
-        yield f"attnlens swap-kernel {kernel}{windows} --save changed"
+        yield f"attnlens {verb} {kernel}{windows}{training} --save changed"
     if cheaper:
         yield f"attnlens swap-kernel {model} --kernel {cheaper}{scope}{windows}"
-    if not swap.sweep:
+    if not swap.sweep and swap.healing is None:
         yield f"attnlens swap-kernel {kernel}{windows} --sweep layers"
     if swap.healing is None:
         yield f"attnlens heal {kernel}{windows} --train 500k"
     if loss is not None:
         yield f"attnlens ranks {model} --budget loss:1%{scope}{windows}"
+
+
+def _format_training(healing: Healing) -> str:
+    """Format the option for the requested amount of training, such as ` --train 200` or ` --train 500000tok`."""
+    number, unit = (healing.amount or f"{healing.steps} steps").replace(",", "").split()
+    suffix = "tok" if unit.startswith("token") else "s" if unit.startswith("second") else ""
+    return f" --train {number}{suffix}"
 
 
 def _cheaper_window(swap: Swap) -> str | None:
