@@ -233,6 +233,9 @@ def _match_field(report: Report, rule: Rule) -> float:
         if {source, rule.stem.partition(".")[0]} == {"weights", "tokens"}:
             why += f", because it was made with --source {source}"
             raise _no_match(rule, why, "Inspect with --source both.") from None
+        if rule.stem in measure_infos():
+            why += ", because this report was made with other analyzers"
+            raise _no_match(rule, why, "Inspect again without --analyzer, or with the measure's analyzer.") from None
         raise _unknown_subject(rule, report.measure_names(), why) from None
     if rule.aggregate != "value" or rule.filters:
         problem = f"{rule.place}{rule.named} is a single number, but the condition {rule.wanted!r} needs several heads."

@@ -290,7 +290,8 @@ def _remedy(stage: str, options: Collection[str]) -> str:
     if shortening in (GENERATE, TRAIN):
         return f" A smaller {names[0]} makes it shorter."
     listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    return f" Fewer {listed} make it shorter."
+    cost = ", but the chosen ranks can be larger" if stage == "budget" else ""
+    return f" Fewer {listed} make it shorter{cost}."
 
 
 @contextmanager

@@ -94,6 +94,7 @@ def test_columns_paths_and_bars():
 
 UNMATCHED = {
     "Did you mean 'tokens.entropy'": ["tokens.entropi: min > 0"],
+    "no selection.svm_cosine, because this report was made with other analyzers": ["selection.svm_cosine: min > 0"],
     "swap.loss.delta": ["swap.loss.delta: value < 1"],
     "is not a number": ["model.id: value == 1"],
     "is a single number": ["model.parameters: min > 1", "model.parameters: value > 1 @layers 0"],

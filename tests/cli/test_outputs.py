@@ -321,7 +321,7 @@ SLOW = "about 33 minutes left"
 FEWER = " Fewer --windows or --layers make it shorter."
 FORECASTS = [  # stage, seconds of its reports, total steps, options of the command, line on stderr
     ("budget", [0.3 * done for done in range(30)], 100, ("windows",),
-     "about 25 seconds left. Fewer --windows make it shorter."),
+     "about 25 seconds left. Fewer --windows make it shorter, but the chosen ranks can be larger."),
     ("converge", [0, 2, 4, 6, 8], 60, (), "about 114 seconds left."),
     ("sweep", [0, 2, 4, 6, 8], 60, (), None),  # only stages of `converge` are announced after a minute
     ("sweep", [0, 2, 4, 6, 8], 1000, ("windows", "layers", "generate"), f"{SLOW}.{FEWER}"),

@@ -342,9 +342,11 @@ def test_a_plan_states_the_numbers_kept_the_cache_and_whether_the_budget_holds()
     beyond = plan.measured.model_copy(update={"share": 2 * plan.budget})
     assert answers(planned(measured=beyond))["Within budget?"].answer.startswith("No: ")
     unsure = plan.measured.model_copy(update={"ci95": (0.0, 2 * plan.budget)})
-    for changes in ({"promised": unsure}, {"promised": None, "estimated": None, "measured": unsure}):
+    bounds = {"promised": unsure}, {"promised": None, "estimated": None, "measured": unsure}
+    for changes, other in zip(bounds, (True, False), strict=True):
         verdict = answers(planned(**changes))["Within budget?"]
         assert (verdict.answer.partition(":")[0], verdict.severity) == ("Here, but not guaranteed", "problem")
+        assert ("Other windows of these texts could cost up to +2" in verdict.evidence) == other
     sure = unsure.model_copy(update={"ci95": (0.0, plan.budget)})
     verdict = answers(planned(promised=None, estimated=None, measured=sure))["Within budget?"]
     assert (verdict.answer.partition(":")[0], verdict.severity) == ("Yes", "none"), "the control"

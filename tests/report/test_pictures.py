@@ -386,6 +386,9 @@ def test_a_caption_names_panels_symbols_null_and_what_errors_cover():
     parts = ("(a) symmetry (weights.symmetry): Symmetry of M", "Null: the value expected", "Symbols: M = s·W_Q W_Kᵀ")
     assert all(part in caption for part in (*parts, "Errors reflect which 2 of the 9 windows of essays were read"))
     assert "Null:" not in panel(synthetic_report(3, 4), "tokens.entropy").get_label(), "the control: it has no null"
+    of_text = report.model_copy(update={"settings": settings})
+    labels = [panel(of_text, name).get_label() for name in ("weights.symmetry", "tokens.entropy")]
+    assert ["Errors reflect" in label for label in labels] == [False, True], "weights do not depend on the text"
 
 
 def test_a_file_named_after_a_measure_shows_only_that_measure(tmp_path):

@@ -195,8 +195,8 @@ def _alternative(swap: Swap, windows: int | None) -> Finding | None:
         for control in controls
         if control.loss is not None
     ]
-    parts = [f"more than {join_items(cheaper, 3)}"] if cheaper else []
-    parts += [f"less than {join_items(dearer, 3)}"] if dearer else []
+    parts = [f"more than {_join_words(cheaper)}"] if cheaper else []
+    parts += [f"less than {_join_words(dearer)}"] if dearer else []
     clauses = [f"Costs {', '.join(parts)}"] if parts else []
     if level:
         read = "" if windows is None else f" with {format_count(windows, 'window')}"
@@ -274,10 +274,13 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
         holds = _is_within_budget(plan)
         verdict = "Yes" if holds else "No" if measured.share > plan.budget else "Here, but not guaranteed"
         answer = f"{verdict}: measured {share(measured.share)} on {clean(plan.text)}; allowed {share(plan.budget, 0)}."
+        evidence = "" if measured.ci95 is None else f"{_format_interval(measured)}."
+        if plan.promised is not None and plan.promised.bound(1) > plan.budget >= measured.share:
+            evidence += f" Other windows of these texts could cost up to {share(plan.promised.bound(1))}."
         yield Finding(
             question="Within budget?",
             answer=answer,
-            evidence="" if measured.ci95 is None else f"{_format_interval(measured)}.",
+            evidence=evidence.strip(),
             severity="none" if holds else "problem",
             measures=["swap.plan"],
         )
@@ -341,6 +344,12 @@ def _format_training(healing: Healing) -> str:
     number, unit = (healing.amount or f"{healing.steps} steps").replace(",", "").split()
     suffix = "tok" if unit.startswith("token") else "s" if unit.startswith("second") else ""
     return f" --train {number}{suffix}"
+
+
+def _join_words(names: list[str]) -> str:
+    """Join names as `a, b and c`."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _cheaper_window(swap: Swap) -> str | None:

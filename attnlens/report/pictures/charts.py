@@ -298,6 +298,8 @@ def caption_panels(
         f"input: {report.settings.input_summary}" * bool(report.settings.input_summary),
         population(report),
     ]
+    if all(panel.stem.startswith("weights.") for panel in panels):
+        remarks = [*notes]  # weights do not depend on the input
     paragraphs += map(capitalise, remarks)
     paragraphs += _explain_measures(report, {panel.stem for panel in panels})
     return "".join(f"{_end(clean(paragraph))}\n" for paragraph in paragraphs if paragraph)

@@ -36,7 +36,7 @@ SYNONYMS = {  # Words that users search for → measure
     **dict.fromkeys(("key alone", "the key alone"), "tokens.share_key"),
     **dict.fromkeys(("distance", "the distance"), "tokens.share_distance"),
     "psd": "weights.definiteness",
-    **dict.fromkeys(("svm", "att-svm"), "selection.svm_cosine"),
+    "svm": "selection.svm_cosine",
     "copying": "weights.positivity",
     **dict.fromkeys(("low rank", "effective rank", "effective_rank"), "weights.effective_rank"),
     "directions": "tokens.logit_rank90",
@@ -52,6 +52,9 @@ TERMS = {  # Term used on screens and in reports → explanation
     "p and q": "p is the probability of a difference at least this large if chance alone were at work. q is p "
     "corrected for all heads and measures: the smallest false-discovery rate at which the difference counts as "
     "significant (Benjamini & Hochberg 1995).",
+    "att-svm": "The problem min ‖W‖_F subject to q_iᵀW(k_opt(i) − k_j) ≥ 1 for every query i and every other key j "
+    "that the query can see, where opt(i) is the key with the largest score. It is the hard-margin SVM that separates "
+    "the selected keys (Tarzanagh et al. 2023, Eq. Att-SVM). selection.svm_cosine compares a head with its solution.",
     "windows": "Sequences of consecutive tokens that the model reads at once: --windows sets their number, --length "
     "their length, and --placement whether they are spread over the text or taken from its beginning.",
     "verified": "attnlens recomputes attention from queries and keys, runs the model with it, and states how much "
