@@ -160,11 +160,11 @@ def _symmetric(tests: HeadTests) -> Finding | None:
     counts = {
         sign: len(tests.heads("weights.definiteness", side)) for sign, side in (("positive", 1), ("negative", -1))
     }
-    if any(counts.values()):
-        parts = [f"{count} {sign}" for sign, count in counts.items() if count]
-        if reading.present.size == 1:
-            parts = [sign for sign, count in counts.items() if count]
-        evidence += f" Definite beyond chance: {', '.join(parts)}."
+    if signs := [sign for sign, count in counts.items() if count]:
+        first, *others = signs
+        number = "" if reading.present.size == 1 else f": {counts[first]}"
+        more = "".join(f"; {sign}: {counts[sign]}" for sign in others)
+        evidence += f" More {first} definite than chance{number}{more}."
     measures = [name, "weights.definiteness"]
     return _finding("Symmetric?", answer, evidence, measures, notable=bool(marked))
 
