@@ -102,7 +102,7 @@ FAULTS = {
     "another order": (changed("LLM.int8", weight_format=BYTES[0] + 2), Q, "stored row by row"),
     "zeros beside the middle": (described("zeros stored as 8", sym=None), "all its zeros are 9", "proj"),
     "another format": (described("gptq", checkpoint_format="marlin"), "checkpoint_format = 'marlin'"),
-    "codes and numbers": (changed("gptq", weight=torch.zeros(HIDDEN, HIDDEN)), f"{Q}.weight", "also as numbers"),
+    "codes and numbers": (changed("gptq", weight=torch.zeros(HIDDEN, HIDDEN)), f"{Q}.weight", "also unquantised"),
     "two numbers of bits": (described("awq", w_bit=3), "four bits"),
     "a rotation": (described("gptq", rotation="hadamard"), "rotation = 'hadamard'"),
     "no order": (described("zeros stored as 7", desc_act=True), "g_idx) is missing", "proj"),

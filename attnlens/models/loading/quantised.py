@@ -85,9 +85,9 @@ def coded_weights(place: Location, names: Collection[str]) -> dict[str, CodedWei
             parts = {part: stem + part for part in scheme.companions if stem + part in names}
             if name.endswith(scheme.code) and parts:
                 weight = stem + scheme.target
-                problem = f"{place.folder} ({method}) stores {shorten_text(weight)} as codes"
+                problem = f"{place.folder} ({method}) stores {shorten_text(weight)} as quantised codes"
                 if weight in {*names} - {name}:
-                    raise ModelError(f"{problem} and also as numbers, which can differ.", SAY_UNQUANTISED)
+                    raise ModelError(f"{problem} and also unquantised; the two can differ.", SAY_UNQUANTISED)
                 weights[weight] = CodedWeight(scheme, {"": name} | parts, settings, problem)
     if not weights:
         problem = f"{place.folder / CONFIG} declares weights quantised with {method}, but the files contain none."
