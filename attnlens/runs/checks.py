@@ -56,7 +56,7 @@ def refuse_initialised(loaded: loading.Loaded, inputs: Mapping[str, Tensor], mea
 
 
 def explain_missing_loss(loaded: loading.Loaded, inputs: Mapping[str, Tensor], task: Task) -> tuple[str, str] | None:
-    """Return the path of a module whose missing weight can affect predictions, and the reason why there is no loss.
+    """Return the path of a module whose missing weight can affect predictions, and the reason why no loss is computed.
 
     Return None if predictions do not depend on any missing weight.
     """

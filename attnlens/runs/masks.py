@@ -1,4 +1,4 @@
-"""Build inputs, each of which tests one property of attention masks, and list the tokens that outputs may depend on."""
+"""Build inputs that each test one property of attention masks, and list the tokens that outputs may depend on."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def propose_basis(first: Layer, second: Layer) -> Iterator[Step]:
 
 
 def _change_basis(first: Layer, second: Layer, roles: tuple[str, str]) -> Iterator[Step]:
-    """Propose a change of basis for two roles, of which the first has one head per query head."""
+    """Propose a change of basis for two roles; the first role has one head per query head."""
     sides = [(first.weight(role), second.weight(role)) for role in roles]
     heads, kv_heads, size = len(sides[0][0]), len(sides[1][0]), sides[0][0].shape[1]
     if any(before.shape != after.shape or size > before.shape[2] for before, after in sides) or heads % kv_heads:

@@ -293,13 +293,10 @@ def caption_panels(
         lines = [line for line in panel.caption.splitlines() if line not in known] or [panel.note]
         letters = f"({letter}) " * (len(panels) > 1)
         paragraphs.append(" ".join([f"{letters}{panel.title}{name}:", *map(_end, lines)]))
-    remarks = [
-        *notes,
-        f"input: {report.settings.input_summary}" * bool(report.settings.input_summary),
-        population(report),
-    ]
-    if all(panel.stem.startswith("weights.") for panel in panels):
-        remarks = [*notes]  # weights do not depend on the input
+    remarks = [*notes]
+    if not all(panel.stem.startswith("weights.") for panel in panels):  # weights do not depend on the input
+        remarks += [f"input: {report.settings.input_summary}"] * bool(report.settings.input_summary)
+        remarks.append(population(report))
     paragraphs += map(capitalise, remarks)
     paragraphs += _explain_measures(report, {panel.stem for panel in panels})
     return "".join(f"{_end(clean(paragraph))}\n" for paragraph in paragraphs if paragraph)
