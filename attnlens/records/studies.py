@@ -29,7 +29,7 @@ class Curve(Record):
     share a picture if their quantity is known, and are drawn separately otherwise."""
     label: str | None = None  # Label in the legend, if it differs from the curve's name: `from zero`
     published: bool = False  # True for published values, which are drawn dashed
-    null_of: str | None = None  # Curve that this null belongs to; its points are the null's mean, and mean ∓ sd
+    null_of: str | None = None  # Curve that this null belongs to; `median`: the null's mean; `low`, `high`: mean ∓ sd
 
 
 class Trajectory(Record):
