@@ -89,19 +89,20 @@ def decimals_with_error(values: Iterable[float], error: float | None) -> int:
 
 
 def format_number(number: float | None, decimals: int) -> str:
-    """Format a number with a fixed number of decimals; −0 becomes 0, and a missing number becomes `–`."""
+    """Format a number with fixed decimals and a true minus sign; −0 becomes 0, and a missing number becomes `–`."""
     if number is None or math.isnan(number):
         return NO_VALUE
     if decimals == SCIENTIFIC:
-        return f"{number:.1e}"
+        mantissa, _, exponent = f"{number:.1e}".partition("e")
+        return f"{mantissa.replace('-', '−')}e{exponent}"  # the exponent keeps its hyphen, as in code
     rounded = round(number, decimals)
-    return f"{rounded if rounded else 0.0:.{decimals}f}"
+    return f"{rounded if rounded else 0.0:.{decimals}f}".replace("-", "−")
 
 
 def format_error(number: float, decimals: int) -> str:
     """Format an error with a fixed number of decimals; a positive error that rounds to 0 becomes, e.g., `<0.0005`."""
     shown = format_number(number, decimals)
-    if decimals == SCIENTIFIC or math.isnan(number) or float(shown) != 0:
+    if decimals == SCIENTIFIC or math.isnan(number) or round(number, decimals) != 0:
         return shown
     return f"<{0.5 * 10**-decimals:.{decimals + 1}f}" if number > 0 else "0"
 

@@ -16,10 +16,10 @@ from attnlens.wording import title_of
 SHOWN = (
     *("weights.symmetry", "weights.definiteness", "weights.positivity", "weights.directionality"),
     *("tokens.entropy", "tokens.max_weight", "tokens.effective_rank", "tokens.share_first"),
-    *("tokens.share_key", "tokens.share_distance", "tokens.share_interaction", "tokens.share_skew"),
+    *("tokens.share_key", "tokens.share_position", "tokens.share_content", "tokens.share_skew"),
 )
 """Measures of the first picture."""
-BY_DEPTH = ("weights.symmetry", "weights.definiteness", "tokens.entropy", "tokens.share_key", "tokens.share_distance")
+BY_DEPTH = ("weights.symmetry", "weights.definiteness", "tokens.entropy", "tokens.share_key", "tokens.share_position")
 COLUMNS = 4  # panels per row
 SIDES = ((2.5, 97.5, 0.8), (25, 75, 3.6))
 """Lower and upper percentage, and the width of the line between them."""

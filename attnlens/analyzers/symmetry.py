@@ -150,7 +150,7 @@ TOKENS = (
         "swap-kernel --kernel keyless measures the loss without this part.",
     ),
     score_share(
-        "tokens.share_distance",
+        "tokens.share_position",
         "share of the score variance explained by the distance in addition to the key (linear terms count for the key)",
         "(R_ab − R_abc)/R_a",
         scale=("distance does not matter", "the head is positional: the distance determines attention"),
@@ -158,7 +158,7 @@ TOKENS = (
         use="Large in positional heads; swap-kernel --kernel window:64 measures whether a window would suffice.",
     ),
     score_share(
-        "tokens.share_interaction",
+        "tokens.share_content",
         "share of the score variance that depends on the pair: explained neither by the key alone nor by the distance",
         "R_abc/R_a; cross-attention: R_ab/R_a",
         scale=("key and distance determine attention", "attention depends on the pair of query and key"),
@@ -228,13 +228,13 @@ def measure_tokens(query_key: QueryKey) -> Readings:
     shares = linalg.visible_shares(query_key.content)
     readings = {
         "tokens.share_key": shares.key,
-        "tokens.share_distance": shares.distance,
-        "tokens.share_interaction": shares.interaction,
+        "tokens.share_position": shares.position,
+        "tokens.share_content": shares.content,
         "tokens.share_first": linalg.first_weight(query_key),
         "tokens.first_if_even": linalg.even_weight(query_key),
     }
     if query_key.site.part == "cross":
-        return {name: reading for name, reading in readings.items() if name != "tokens.share_distance"}
+        return {name: reading for name, reading in readings.items() if name != "tokens.share_position"}
     return _measure_all_pairs(query_key) | readings
 
 

@@ -381,6 +381,7 @@ def _list_files(outputs: Outputs, source: str | None, params: Mapping[str, Any],
         shown=outputs.table or outputs.html is not None or outputs.figure is not None,
         text=tuple(map(str, params.get("text") or ())),
         calibration=tuple(map(str, params.get("calibration") or ())),
+        offline=bool(params.get("offline")),
     )
 
 

@@ -89,6 +89,8 @@ def read_record(
             )
             remedy = "Create the file again with this version of attnlens, or read it with the version that wrote it."
             raise UsageError(problem, remedy) from None
+        if first["loc"] == ("kind",) and isinstance(first["input"], str):
+            raise UsageError(f"{path} is {mismatch}: its kind is {format_value(first['input'])}.", remedy) from None
         where = "".join(f"{part}." for part in first["loc"])
         reason = f"{where[:-1]}: {first['msg']}" if where else first["msg"]
         raise UsageError(f"{path} is {mismatch}: {reason}.", remedy) from None

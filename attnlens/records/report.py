@@ -89,7 +89,7 @@ class Extreme(Record):
     rank: Count  # Rank of the value, from 1, counted from the largest or from the smallest value
     of: Count  # Number of heads in the head's part of the model
     percentile: Number  # 100 · (number of heads with smaller values + ½)/number of heads
-    text: str  # Rank, value and median in words: `largest tokens.share_distance of 32: 0.0489, median 0.00635`
+    text: str  # Rank, value and median in words: `largest tokens.share_position of 32: 0.0489, median 0.00635`
 
 
 class TextSummary(Record):

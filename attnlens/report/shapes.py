@@ -74,7 +74,7 @@ class MeasureMap:
 
 @dataclass(frozen=True)
 class Written:
-    """Files that a command wrote or read, for use in suggestions of commands to run next."""
+    """Files and options of the command that just ran, for use in suggestions of commands to run next."""
 
     report: str | None = None  # the report as JSON
     plan: str | None = None  # the plan of ranks
@@ -82,6 +82,7 @@ class Written:
     shown: bool = False  # True if a picture, a page or all tables were requested
     text: tuple[str, ...] = ()  # values of --text, as the user typed them
     calibration: tuple[str, ...] = ()  # values of --calibration, as the user typed them
+    offline: bool = False  # True if the user set --offline
 
     def options(self, *names: str) -> str:
         """Format those of the named options that the user set, such as ` --text FILE`; "" if none was set."""

@@ -110,7 +110,7 @@ def test_measures_that_are_not_identified_say_so_and_are_not_headlines():
         assert "see all pairs" in info.caution
         assert "mask hides" in info.missing
     leading = {info.name for _, info in MEASURES if info.headline and info.identified == "everywhere"}
-    assert {f"tokens.share_{part}" for part in ("key", "distance", "interaction", "first")} <= leading
+    assert {f"tokens.share_{part}" for part in ("key", "position", "content", "first")} <= leading
 
 
 @pytest.mark.parametrize("mask", ["causal", pytest.param("all", marks=pytest.mark.full)])
@@ -188,7 +188,7 @@ def test_a_causal_model_has_the_identified_shares_and_the_reason_for_the_others(
     report = attnlens.inspect(demo, windows=1, length=16, analyzers=names)
     for head in report.heads:
         values = {name: measure.value for name, measure in head.measures.items()}
-        assert sum(values[f"tokens.share_{part}"] for part in ("key", "distance", "interaction")) == pytest.approx(1)
+        assert sum(values[f"tokens.share_{part}"] for part in ("key", "position", "content")) == pytest.approx(1)
         assert sum(value for name, value in values.items() if name.startswith("extended.")) == pytest.approx(1)
         for name in ("share_positive", "share_negative", "share_skew", "definite"):
             assert values[f"tokens.{name}"] is None
@@ -214,10 +214,10 @@ def test_cross_attention_has_shares_of_keys_and_of_pairs():
     cross = [head.measures for head in report.heads if head.part == "cross"]
     assert cross
     for measures in cross:
-        parts = [measures[f"tokens.share_{part}"].value for part in ("key", "interaction")]
+        parts = [measures[f"tokens.share_{part}"].value for part in ("key", "content")]
         assert sum(parts) == pytest.approx(1)
         assert measures["tokens.share_first"].value > 0
-        assert "different tokens" in measures["tokens.share_distance"].reason
+        assert "different tokens" in measures["tokens.share_position"].reason
         assert measures["extended.share_skew"].value is None
 
 
@@ -226,7 +226,7 @@ def test_a_bidirectional_model_has_both_sets_of_shares():
     report = attnlens.inspect(model, source="tokens", windows=2, length=16, analyzers="symmetry", layers=[0, 5])
     for head in report.heads:
         values = {name.removeprefix("tokens.share_"): measure.value for name, measure in head.measures.items()}
-        for parts in (("key", "distance", "interaction"), ("positive", "negative", "skew", "key")):
+        for parts in (("key", "position", "content"), ("positive", "negative", "skew", "key")):
             assert sum(values[part] for part in parts) == pytest.approx(1, abs=1e-8)
         assert 0 < values["first"] < 1
     for plain in trained(model):

@@ -16,7 +16,7 @@ def test_cross_attention_has_only_measures_of_different_tokens_and_hidden_pairs_
     assert list(measure_weights(heads)) == ["weights.norm"] == [info.name for info in WEIGHTS if not info.self_only]
     close(measure_weights(heads)["weights.norm"], torch.linalg.matrix_norm(dense(heads)))
     tokens = measure_tokens(query_key(heads.query, heads.key, "tokens", part="cross"))
-    names = [f"tokens.{name}" for name in ("share_key", "share_interaction", "share_first", "first_if_even")]
+    names = [f"tokens.{name}" for name in ("share_key", "share_content", "share_first", "first_if_even")]
     assert list(tokens) == names == [info.name for info in TOKENS if not info.self_only]
     masks = torch.stack((torch.ones(20, 20).tril(), torch.ones(20, 20))).bool()[:, None]
     readings = measure_tokens(query_key(random(2, 3, 20, 4), random(2, 3, 20, 4, seed=1), "tokens", allowed=masks))
@@ -34,11 +34,11 @@ def test_causal_scores_of_a_key_or_a_distance_have_their_shares():
     close(tokens["tokens.share_first"], heads.attention[..., 1:, 0].mean(-1))
     close(tokens["tokens.first_if_even"], (1 / (place[1:] + 1)).mean())
     turn, by_key = torch.stack((place.cos(), place.sin()), -1)[None], (torch.ones(1, 20, 1).double(), random(1, 20, 1))
-    for sides, name, least in ((by_key, "share_key", 1.0), ((turn, turn), "share_distance", 0.5)):
+    for sides, name, least in ((by_key, "share_key", 1.0), ((turn, turn), "share_position", 0.5)):
         shares = measure_tokens(query_key(*sides, "tokens", allowed=mask))
         assert (shares[f"tokens.{name}"] >= least - 1e-9).all()
-        assert shares["tokens.share_interaction"].max() < 1e-20
-    assert (tokens["tokens.share_interaction"] > 0.1).all(), "the control"
+        assert shares["tokens.share_content"].max() < 1e-20
+    assert (tokens["tokens.share_content"] > 0.1).all(), "the control"
 
 
 @pytest.mark.parametrize("rotation", [None, rotary(6, 4)], ids=["still", "rotated"])

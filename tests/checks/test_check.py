@@ -177,7 +177,7 @@ def test_a_baseline_is_written_on_request_only_and_contains_the_values(saved, tm
     (tmp_path / "moved.json").write_text(json.dumps(document))
     red = check("moved.json", "--baseline", "base.json", "--json", "s.json", cwd=tmp_path)
     assert red.returncode == 1
-    assert "layer 1 head 1 (encoder): weights.symmetry is" in red.stdout
+    assert "layer 1 head 1: weights.symmetry is" in red.stdout
     (failed,) = [check for check in json.loads((tmp_path / "s.json").read_text())["checks"] if not check["passed"]]
     assert (failed["file"], len(failed["breaches"])) == ("base.json", 1)
 

@@ -39,7 +39,7 @@ def test_junit_has_a_testcase_a_rule_and_is_read_back():
     assert failed == ["weights.planted: min > 0.15", "weights.planted: median < 0.05"]
     (failure,) = cases["weights.planted: min > 0.15"].result
     assert "2 of 4 heads, worst layer 1 head 1: 0.05" in failure.message
-    assert "layer 0 head 0 (encoder): weights.planted is 0.1" in failure.text
+    assert "layer 0 head 0: weights.planted is 0.1" in failure.text
 
 
 def test_annotations_are_the_worst_ten_with_places_from_the_workspace_on(tmp_path, monkeypatch):
@@ -109,7 +109,7 @@ def test_the_table_shows_every_rule_the_csv_every_head_and_checks_survive_the_fi
     shown = views.printed(checked.document(report))
     assert "FAILED: 2 of 4 rules" in " ".join(shown.split())
     assert shown.count("FAILS") == 2
-    assert "layer 1 head 1 (encoder): weights.planted is 0.05, wanted min > 0.15" in shown
+    assert "layer 1 head 1: weights.planted is 0.05, wanted min > 0.15" in shown
     rows = list(csv.DictReader(StringIO(spreadsheet(checked.rows(report)))))
     assert [(row["rule"], row["layer"], row["value"]) for row in rows] == [
         ("weights.planted: min > 0.15", "1", "0.05"),
@@ -130,7 +130,10 @@ def test_a_baseline_shows_the_value_found_beside_baseline_and_tolerance():
     assert (against.median, against.base) == (0.35, 0.25)
     text = markdown(checked.document(judged))
     assert "| rule | found | baseline | tolerance | heads | verdict |" in text
-    assert re.search(r"\| weights.planted \| median 0.35 \| median 0.25 \| ±5 %[^|]* \| 2 of 4 fail \| FAILS \|", text)
+    shown = "both values are of the head that deviates most; medians could be equal"
+    assert re.search(r"\| weights.planted \| worst 0.5 \| 0.3 \| ±5 %[^|]* \| 2 of 4 fail \| FAILS \|", text), shown
+    same = markdown(checked.document(check_report(first, {}, build_baseline(first))))
+    assert re.search(r"\| weights.planted \| median 0.25 \| median 0.25 \| ±5 %[^|]* \| 4 \| holds \|", same)
     assert checked.rows(judged)[-1] | {"baseline.median": 0.25, "median": 0.35} == checked.rows(judged)[-1]
 
 

@@ -92,7 +92,7 @@ def test_one_sequence_without_a_batch_axis_a_zero_head_and_cross_attention_in_ti
     qk = query_key(random(3, T, 4), random(3, T, 4, seed=1), "tokens", allowed=MASKS["causal"][None])
     torch.testing.assert_close(long(linalg.entropy, qk), linalg.entropy(qk))
     shares, whole = long(linalg.visible_shares, qk), linalg.visible_shares(qk)
-    torch.testing.assert_close(shares.distance, whole.distance, rtol=0, atol=1e-9)
+    torch.testing.assert_close(shares.position, whole.position, rtol=0, atol=1e-9)
     nothing = query_key(torch.zeros(2, T, 4), random(2, T, 4), "tokens", allowed=MASKS["causal"][None])
     assert long(linalg.visible_shares, nothing).key.isnan().all()
     assert long(linalg.visible_rank, nothing, 0.9).isnan().all()
@@ -102,7 +102,7 @@ def test_one_sequence_without_a_batch_axis_a_zero_head_and_cross_attention_in_ti
         qk = query_key(random(2, T, 4), random(2, 200, 4, seed=1), "tokens", part="cross", allowed=allowed)
         ours, whole = long(linalg.visible_shares, qk), linalg.visible_shares(qk)
         torch.testing.assert_close(ours.key, whole.key, rtol=0, atol=1e-9)
-        assert ours.distance.isnan().all()
+        assert ours.position.isnan().all()
         torch.testing.assert_close(long(linalg.max_weight, qk), linalg.max_weight(qk))
 
 

@@ -24,7 +24,7 @@ MASKS = {
 
 
 def by_hand(logits, visible, cross=False):
-    """Key, distance and interaction of one head, from the explicit design matrices."""
+    """Key, position and content of one head, from the explicit design matrices."""
     rows, columns = np.nonzero(np.asarray(visible))
     scores = np.asarray(logits)[rows, columns]
     ones = [np.eye(max(*logits.shape) * 2)[index] for index in (rows, columns, rows - columns)]
@@ -40,7 +40,7 @@ def by_hand(logits, visible, cross=False):
 
 def shares_of(qk):
     shares = linalg.visible_shares(qk)
-    return torch.stack((shares.key, shares.distance, shares.interaction))
+    return torch.stack((shares.key, shares.position, shares.content))
 
 
 def heads(mask=None, n=N, m=N, batch=(), kv_heads=2, **rest):
@@ -95,11 +95,11 @@ def test_cross_attention_has_no_distances():
     hidden[:5, 4:] = False
     for mask in (None, hidden):
         qk = heads(mask, n=12, m=7, part="cross")
-        key, distance, interaction = shares_of(qk)
-        assert distance.isnan().all()
+        key, position, content = shares_of(qk)
+        assert position.isnan().all()
         for head in range(4):
             expected = by_hand(qk.logits[head], torch.ones(12, 7) if mask is None else mask, cross=True)
-            np.testing.assert_allclose([key[head], interaction[head]], expected[[0, 2]], atol=1e-11)
+            np.testing.assert_allclose([key[head], content[head]], expected[[0, 2]], atol=1e-11)
 
 
 def test_every_head_and_sequence_has_its_own_mask():

@@ -96,7 +96,7 @@ def test_a_report_without_exactly_the_body_of_its_kind_is_refused(tmp_path: Path
     for document, message in (
         (old("swap") | experiments, "a report of kind swap must not have the field experiments"),
         (plain | {"kind": "swap"}, "a report of kind swap needs the field swap"),
-        (plain | {"kind": "ranks"}, "kind: Input should be 'inspection'"),
+        (plain | {"kind": "ranks"}, "its kind is 'ranks'"),
         (plain | {"kind": None}, "kind: Input should be 'inspection'"),
         (plain | {"swap": swap}, "a report of kind inspection must not have the field swap"),
     ):

@@ -105,7 +105,7 @@ def test_references_have_an_origin_and_a_wide_tolerance_tests_nothing():
     report = experiment_report(made)
     text = views.markdown(report)
     assert "| 0.99979 | 0.99980 | reimplementation | ≥ 0.99970 | pass |" in text
-    assert "| reimplementation | -0.03 to 0.27 | not tested |" in text
+    assert "| reimplementation | −0.03 to 0.27 | not tested |" in text
     text = flowing(report)
     assert "No: 1 of 4 values differs: wrong (reimplementation); 2 not tested" in text
     assert "3 values agree (2 published, 1 of a reimplementation); some differ: golden instances; 2 not tested" in text

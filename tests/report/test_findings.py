@@ -170,7 +170,7 @@ def test_heads_are_peaked_only_if_their_entropy_is_significantly_below_one_half(
 
 
 def test_scores_are_attributed_to_the_part_with_over_half_of_the_variance() -> None:
-    shares = {"tokens.share_key": 0.7, "tokens.share_distance": 0.2, "tokens.share_interaction": 0.1}
+    shares = {"tokens.share_key": 0.7, "tokens.share_position": 0.2, "tokens.share_content": 0.1}
     report = report_of({name: [Measure(value=share, se=0.01, n=16)] * 16 for name, share in shares.items()})
     (finding,) = findings(report)
     assert finding.question == "By content or position?"
@@ -236,6 +236,8 @@ def test_measures_of_ones_own_analyzer_are_findings_beside_the_answers_to_questi
     assert list(own) == [*(finding.question for finding in findings(both)), "Mine?"]
     assert own["Mine?"].measures == ["tokens.mine"]
     assert f"from 0 to {0.01 * (len(heads) - 1):.3g}" in own["Mine?"].answer
+    last = heads[-1]
+    assert own["Mine?"].evidence.startswith(f"Highest: {last.layer}.{last.head} (")
 
 
 def test_next_commands_of_a_plan_use_its_file_and_search_a_larger_budget() -> None:
@@ -282,6 +284,10 @@ def test_next_commands_are_accepted_and_a_saved_report_is_drawn_without_computin
     assert next_commands(Shapes(report, Written(report="r.json", shown=True))) == [
         each for each in saved if "attnlens report" not in each
     ]
+    without_network = next_commands(Shapes(report, Written(offline=True)))
+    assert without_network == [f"{command} --offline" if " reproduce " not in command else command for command in bare]
+    for command in without_network:
+        parse(command)
     if report.kind == "swap":
         assert "--json FILE" in advise_saving(Shapes(report, Written())) or report.plan is not None
         assert not advise_saving(Shapes(report))  # in Python

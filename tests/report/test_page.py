@@ -183,7 +183,7 @@ def test_pointer_menu_and_keys_explore_the_map_and_a_click_opens_a_head(shown):
     assert "head=4.1" in fragment(shown)
     charts = shown.find_elements(By.CSS_SELECTOR, "#panel svg[role=img]")
     labels = [chart.get_attribute("aria-label") or "" for chart in charts]
-    assert any("interaction" in label for label in labels)
+    assert any("content" in label for label in labels)
     assert sum("over index k" in label for label in labels) == len(REPORT.heads[0].curves)
     head = next(head for head in REPORT if (head.layer, head.head) == (4, 1))
     assert all(name.partition(".")[2].replace("_", " ") in text(shown, "numbers") for name in head.measures)

@@ -23,7 +23,7 @@ from attnlens.report.report import Report
 from attnlens.report.shapes import Shapes, alternate_sources
 
 SHARES = [f"tokens.share_{part}" for part in ("positive", "negative", "skew", "key")]
-SCORES = [f"tokens.share_{part}" for part in ("key", "distance", "interaction")]
+SCORES = [f"tokens.share_{part}" for part in ("key", "position", "content")]
 MIXED = ["encoder", "encoder", "decoder", "cross", "decoder", "cross"]
 without_layout = pytest.mark.usefixtures("without_layout")
 
@@ -231,7 +231,7 @@ def test_shares_are_recognised_by_their_sum_and_measures_ordered_by_what_they_sa
     parts = (4 * ["decoder"], MIXED, 2 * ["cross"])
     decoder, mixed, cross = (Shapes(synthetic_report(len(each), 4, parts=each)).shares for each in parts)
     assert (list(decoder), list(mixed)) == (["tokens.score_shares"], ["tokens.score_shares", "tokens.kernel_shares"])
-    assert cross == {"tokens.score_shares": ["tokens.share_key", "tokens.share_interaction"]}
+    assert cross == {"tokens.score_shares": ["tokens.share_key", "tokens.share_content"]}
     report = planted(np.array([[0.25, 0.5]]), name="other.part_a")
     assert Shapes(report).shares == {}
     rest = {0.25: Measure(value=0.75), 0.5: Measure(value=0.5)}

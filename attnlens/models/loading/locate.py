@@ -20,6 +20,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from attnlens.errors import AttnlensError, ModelError, UsageError, is_memory
 from attnlens.files import LARGEST, format_value, read_object, refuse_other_kinds, shorten_text, with_home
+from attnlens.records.architectures import architectures
 
 PATIENCE, ANSWER = 2.0, 8.0  # Seconds within which the hub must accept a connection, and answer the first request
 
@@ -432,9 +433,19 @@ def _locate_folder(name: str, folder: Path, allow_pickle: bool, revision: str | 
         base = shlex.quote(shorten_text(base)) if isinstance(base, str) and base.strip() else "BASE"
         command = f"attnlens inspect {base} --adapter {shlex.quote(name)}"
         raise ModelError(f"{name} contains an adapter, not a model.", f"Give the adapter's base model: {command}")
-    if CONFIG in names:
-        read_json(folder / CONFIG)  # before all other checks, so that an error in the config is reported first
-    form, file = _select_weights(names, str(folder), allow_pickle)
+    # read before all other checks, so that an error in the config is reported first
+    model_type = read_json(folder / CONFIG).get("model_type") if CONFIG in names else None
+    try:
+        form, file = _select_weights(names, str(folder), allow_pickle)
+    except ModelError as error:
+        reasons = [
+            each.reason for each in architectures()[1] if (each.model_type, each.read) == (model_type, "refused")
+        ]
+        if not reasons:
+            raise
+        problem = f"{error.problem} attnlens could not analyse it with weights either: {reasons[0]}"
+        remedy = "Choose another model: `attnlens list architectures` lists the supported model types."
+        raise ModelError(problem, remedy) from None
     if form != "gguf" and CONFIG not in names:
         raise ModelError(f"{folder} has no config.json.", SAY_PATH)
     return Location(name, folder, form, file, revision)

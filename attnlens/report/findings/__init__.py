@@ -46,6 +46,9 @@ def next_commands(shapes: Shapes) -> list[str]:
     """Return at most COMMANDS commands to run next and, if the report was saved, a command that shows more of it."""
     commands = list(dict.fromkeys(KINDS[shapes.report.kind][1](shapes)))[:COMMANDS]
     written, options = shapes.written, show_again(shapes)
+    if written is not None and written.offline:
+        needs_no_model = "attnlens reproduce"
+        commands = [each if each.startswith(needs_no_model) else f"{each} --offline" for each in commands]
     if written is not None and written.report is not None and not written.shown and options:
         commands.append(f"attnlens report {quote(written.report)} {options}")
     return commands

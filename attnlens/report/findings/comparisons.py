@@ -130,11 +130,14 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
     """Yield findings on whether both models have the same tensors, and on the config fields that differ."""
     if (tensors := comparison.tensors) is not None:
         total, differ = format_count(tensors.total, "tensor"), len(tensors.differ)
-        answer = (
-            f"Yes: all {total} are identical (nothing was merged)."
-            if tensors.identical
-            else f"No: {differ} of {total} {'differs' if differ == 1 else 'differ'}."
-        )
+        if tensors.identical:
+            answer = f"Yes: all {total} are identical."
+        elif differ:
+            answer = f"No: {differ} of {total} {'differs' if differ == 1 else 'differ'}."
+        elif tensors.total:
+            answer = f"No: the {total} in both models are identical, but at least one model has further tensors."
+        else:
+            answer = "No: the models have no tensor name in common."
         evidence = [f"Differ: {join_items(tensors.differ, 3)}."] if differ else []
         for names, which in ((tensors.missing, "first"), (tensors.extra, "second")):
             evidence += [f"Only in the {which} model: {join_items(names, 3)}."] if names else []

@@ -36,8 +36,8 @@ CHANCE = ("weights.symmetry", "weights.definiteness", "weights.effective_rank", 
 """Measures that are tested against chance, their null distribution."""
 SHARES = {  # Share of the variance of the scores → name of this part, and an explanation in brackets
     "tokens.share_key": ("the key alone", ""),
-    "tokens.share_distance": ("position", " (distance)"),
-    "tokens.share_interaction": ("content", " (query × key)"),
+    "tokens.share_position": ("position", " (distance)"),
+    "tokens.share_content": ("content", " (query × key)"),
 }
 LEVEL = 0.02
 """False-discovery rate. It is below 5 % because the measures of small random heads (head_dim 8) have heavier tails than
@@ -154,17 +154,15 @@ def _symmetric(tests: HeadTests) -> Finding | None:
     scope = f"Median of the {len(marked)}:" if len(marked) > 1 else _noun(reading)
     evidence = f"{scope} {typical} ({'1: symmetric' if above or not below else '−1: antisymmetric'}); {_null(reading)}."
     if len(values) > MOST_HEADS:
-        strongest = sorted(values, key=lambda pair: -abs(pair[0]))[:MOST_HEADS]
-        named = [f"{tests.shapes.name_head(head)} ({short(value)})" for value, head in strongest]
-        evidence += f" {'Highest' if above else 'Lowest'}: {', '.join(named)}."
+        extremes = _name_extremes(values, tests.shapes, 1 if above else -1)
+        evidence += f" {'Highest' if above else 'Lowest'}: {extremes}."
     counts = {
         sign: len(tests.heads("weights.definiteness", side)) for sign, side in (("positive", 1), ("negative", -1))
     }
     if signs := [sign for sign, count in counts.items() if count]:
-        first, *others = signs
-        number = "" if reading.present.size == 1 else f": {counts[first]}"
-        more = "".join(f"; {sign}: {counts[sign]}" for sign in others)
-        evidence += f" More {first} definite than chance{number}{more}."
+        number = ", ".join(f"{counts[sign]} {sign}" for sign in signs)
+        single = reading.present.size == 1
+        evidence += f" More {signs[0]} definite than chance." if single else f" More definite than chance: {number}."
     measures = [name, "weights.definiteness"]
     return _finding("Symmetric?", answer, evidence, measures, notable=bool(marked))
 
@@ -267,13 +265,29 @@ def _medians(readings: Iterable[MeasureMap], shapes: Shapes) -> Iterator[Finding
     """Yield findings with medians, or counts of categories, for up to three measures that differ between heads."""
     varying = [reading for reading in readings if not reading.constant]
     for reading in [each for each in varying if each.info.headline][:3] or varying[:3]:
+        evidence = ""
         if reading.labels:
             names = Counter(reading.labels[round(value)] for value in reading.present.tolist())
             answer = join_items((f"{name} {count}" for name, count in names.most_common()), 5)
         else:
             low, high = (short(float(end(reading.present))) for end in (np.min, np.max))
             answer = f"Median {_middle(reading, shapes)}, from {low} to {high}, {_count(reading)}"
-        yield Finding(question=f"{title_of(reading.name).capitalize()}?", answer=f"{answer}.", measures=[reading.name])
+            evidence = _name_highest(reading.name, shapes)
+        question = f"{title_of(reading.name).capitalize()}?"
+        yield Finding(question=question, answer=f"{answer}.", evidence=evidence, measures=[reading.name])
+
+
+def _name_highest(name: str, shapes: Shapes) -> str:
+    """Name the MOST_HEADS heads with the largest values of a measure; "" if there are not more heads than that."""
+    measured = [(head.measures[name].value, head) for head in shapes.report.heads if name in head.measures]
+    values = [(value, head) for value, head in measured if value is not None]
+    return f"Highest: {_name_extremes(values, shapes)}." if len(values) > MOST_HEADS else ""
+
+
+def _name_extremes(values: Iterable[tuple[float, Head]], shapes: Shapes, sign: int = 1) -> str:
+    """Name the MOST_HEADS heads with the highest or, if `sign` is −1, lowest values: `3.7 (0.078), 3.2 (0.077)`."""
+    ranked = sorted(values, key=lambda pair: -sign * pair[0])
+    return ", ".join(f"{shapes.name_head(head)} ({short(value)})" for value, head in ranked[:MOST_HEADS])
 
 
 def _finding(question: str, answer: str, evidence: str, measures: list[str], *, notable: bool) -> Finding:

@@ -67,7 +67,7 @@ SEQUENTIAL, DIVERGING = colormaps["viridis"], colormaps["RdBu_r"]
 DEPTH = ListedColormap(SEQUENTIAL(np.linspace(0, 0.92, 256)), name="depth")
 """Colours from dark (first layer) to light (last layer), without the lightest yellow, which is invisible on paper."""
 
-PART_COLOURS = dict(zip(("positive", "negative", "skew", "key", "distance", "interaction"), CATEGORIES, strict=False))
+PART_COLOURS = dict(zip(("positive", "negative", "skew", "key", "position", "content"), CATEGORIES, strict=False))
 """Part of the scores → its colour in every picture; other parts take the colours of CATEGORIES in turn."""
 
 DPI = 200  # dots per inch of a single panel; overviews, which are often printed, have 300

@@ -42,8 +42,7 @@ def describe_check(check: Check, name: Names = str) -> str:
 
 def describe_breach(check: Check, breach: Breach, name: Names = str) -> str:
     """Describe one head or block that breaks a rule."""
-    place = _format_place(breach, name) + ("" if breach.head is None else f" ({breach.part})")
-    return clean(f"{place}: {check.subject} is {_format_breach(breach)}, wanted {check.wanted}")
+    return clean(f"{_format_place(breach, name)}: {check.subject} is {_format_breach(breach)}, wanted {check.wanted}")
 
 
 def _format_place(breach: Breach, name: Names) -> str:
@@ -62,14 +61,24 @@ def _format_found(check: Check) -> str:
     """Format the value that a check tested or, if it tested each head, the worst failing or the median value."""
     if check.value is not None:
         return number(check.value)
-    if check.base is None and check.breaches and check.breaches[0].value is not None:
+    if check.breaches and check.breaches[0].value is not None:
         return f"worst {number(check.breaches[0].value)}"
     return NO_VALUE if check.median is None else f"median {number(check.median)}"
 
 
+def _format_base(check: Check) -> str | None:
+    """Format the baseline's value of the head that `_format_found` shows, or the baseline's median over heads."""
+    worst_base = check.breaches[0].base if check.breaches else None
+    if worst_base is not None:
+        return number(worst_base)
+    return None if check.base is None else f"median {number(check.base)}"
+
+
 def number(value: float) -> str:
     """Format a number with four significant digits, or with all digits if it is whole and below 10⁶."""
-    return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.4g}"
+    whole = value == round(value) and abs(value) < 1e6
+    text = f"{value:.0f}" if whole else f"{value:.4g}"
+    return text.replace("-", "−", 1) if value < 0 else text
 
 
 def document(report: Report, *, updated: bool = False) -> Document:
@@ -102,7 +111,7 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         row = {
             "rule": clean(check.subject if against_baseline else check.rule),
             "found": _format_found(check),
-            "baseline": None if check.base is None else f"median {number(check.base)}",
+            "baseline": _format_base(check),
             "tolerance": check.wanted.partition("(")[2].rstrip(")") if against_baseline else None,
             "heads": NO_VALUE if check.heads is None else f"{heads}{without}",
             "verdict": "holds" if check.passed else "FAILS",

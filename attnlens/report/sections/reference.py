@@ -31,10 +31,9 @@ DEMO_HEADS = Path(__file__).parent.parent / "demo_heads.json"  # File of `demo_h
 SYNONYMS = {  # Words that users search for → measure
     **dict.fromkeys(("sink", "sinks", "first token"), "tokens.share_first"),
     **dict.fromkeys(("peaked", "peakedness", "collapse"), "tokens.entropy"),
-    **dict.fromkeys(("position", "positional"), "tokens.share_distance"),
-    **dict.fromkeys(("content", "query × key", "pair"), "tokens.share_interaction"),
+    **dict.fromkeys(("position", "positional", "distance", "the distance"), "tokens.share_position"),
+    **dict.fromkeys(("content", "query × key", "pair"), "tokens.share_content"),
     **dict.fromkeys(("key alone", "the key alone"), "tokens.share_key"),
-    **dict.fromkeys(("distance", "the distance"), "tokens.share_distance"),
     "psd": "weights.definiteness",
     "svm": "selection.svm_cosine",
     "copying": "weights.positivity",

@@ -33,17 +33,18 @@ def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
     shown = [reading for reading in shown if reading.present.size > 1 and not reading.constant]
     if not shown:
         return
-    reading = shown[0] if len(shapes.report.settings.analyzers) == 1 else max(shown, key=_variation)
+    chosen_by_variation = len(shapes.report.settings.analyzers) != 1 and len(shown) > 1
+    reading = max(shown, key=_variation) if chosen_by_variation else shown[0]
     low, high = (float(end(reading.present)) for end in (np.min, np.max))
     decimals = decimals_for([low, high], 2)
     rows, columns, values = _fold(shapes, reading)
     ends = f"blank {format_number(low, decimals)}, full block {format_number(high, decimals)}"
     folded = len(rows) < len(shapes.layers) or len(values[0]) < len(shapes.heads)
     share = SHARES[reading.name][0].removesuffix(" alone") if reading.name in SHARES else None
-    subject = capitalise(title_of(reading.name)) if share is None else f"Share of {share}"  # fits into 80 columns
-    title = f"{subject} by layer (row) and head (column): {ends}"
-    title += "; medians of neighbours" * folded
-    yield Section(title, heat_map=HeatMap(rows, columns, values))
+    subject = title_of(reading.name) if share is None else f"share of {share}"
+    title = f"Varies most: {subject}" if chosen_by_variation else capitalise(subject)
+    legend = f"layers × heads; {ends}{'; medians of neighbours' * folded}"
+    yield Section(f"{title} ({legend})", heat_map=HeatMap(rows, columns, values))
 
 
 def _variation(reading: MeasureMap) -> float:

@@ -96,7 +96,7 @@ def format_rise(loss: Change | None, perplexity: Change | None, *, destroyed: bo
     size = (ends[1] - ends[0]) / 2 if ends else abs(rise)  # the interval justifies at most two decimals
     decimals = 0 if size >= 1e6 else min(2, max(0, decimals_for([size], 2)))
     number, *bounds = (format_number(each, decimals) for each in (rise, *ends))
-    return f"{'' if number.startswith('-') else '+'}{number} %", " to ".join(bounds) + " %" * bool(ends)
+    return f"{'' if number.startswith('−') else '+'}{number} %", " to ".join(bounds) + " %" * bool(ends)
 
 
 def effect_name(swap: Swap) -> str:
