@@ -66,7 +66,7 @@ class Amount:
         unit, factor = UNITS[match[2] if match else ""]
         number = float(match[1]) * factor if match else 0
         if not 0 < number <= LARGEST or (unit != "seconds" and number != int(number)):
-            remedy = "Give a number of steps (--train 200) or tokens (500k, 2M), or a duration (90s, 2h), above 0."
+            remedy = "Give a number of steps (--train 200) or tokens (500ktok, 2Mtok), or a time (90s, 2h), above 0."
             raise UsageError(f"--train: cannot parse {format_argument(value)}.", remedy)
         return cls(number, unit)
 
@@ -155,8 +155,8 @@ class HealRequest(KeptRequest, KernelRequest):
     """Options of `heal`, without the kernel."""
 
     train: Annotated[Amount, checks(lambda _name, value: Amount.of(value))] = option(
-        "Amount of training: steps (`200`), tokens (`20k`) or time (`2h`). Tokens can also be written as `20ktok`, "
-        "`2M` or `2Mtok`, and times as `90s` or `30min`. W_Q, W_K and the kernel's parameters are trained.",
+        "Amount of training: steps (`200`), tokens (`20ktok`, `2Mtok`) or time (`90s`, "
+        "`30min`, `2h`). W_Q, W_K and the kernel's parameters are trained.",
         Amount(STEPS, "steps"),
         metavar="AMOUNT",
         typed=str,

@@ -159,7 +159,7 @@ def test_amounts_are_steps_tokens_or_times():
     for value in (*WRONG, "nan", "٣"):
         with pytest.raises(UsageError, match="--train: cannot parse") as refusal:
             Amount.of(value)
-        assert "tokens (500k, 2M), or a duration (90s, 2h)" in refusal.value.remedy
+        assert "tokens (500ktok, 2Mtok), or a time (90s, 2h)" in refusal.value.remedy
         assert "\n" not in str(refusal.value.problem)
 
 

@@ -309,7 +309,13 @@ def test_next_commands_use_the_cheapest_kernel_and_read_as_much_as_the_report() 
 
 @pytest.mark.parametrize(
     ("amount", "option"),
-    [("200 steps", "200"), ("2,000,000 tokens", "2000000tok"), ("1,800 seconds", "1800s"), (None, "60")],
+    [
+        ("200 steps", "200"),
+        ("2,000,000 tokens", "2000ktok"),
+        ("500 tokens", "500tok"),
+        ("1,800 seconds", "1800s"),
+        (None, "60"),
+    ],
 )
 def test_a_healed_model_is_saved_after_the_same_training_and_not_as_an_untrained_swap(amount, option) -> None:
     trained = swapped(kernel="rbf", deltas=(0.9, 0.2, 0.001), healed=healing(60, amount=amount))

@@ -321,9 +321,10 @@ def after_swap(shapes: Shapes) -> Iterator[str]:
         return
     kernel = f"{model} --kernel {quote(swap.kernel)}{scope}"
     kernel += " --fit" * any(stage.name == "fitted" for stage in swap.stages)
-    verb, training = "swap-kernel", ""
+    verb, training, longer = "swap-kernel", "", ""
     if swap.healing is not None:
-        verb, training = "heal", _format_training(swap.healing) + written.options("calibration")
+        verb, longer = "heal", _format_training(swap.healing, times=4) + written.options("calibration")
+        training = _format_training(swap.healing) + written.options("calibration")
     loss = None if swap.diverged else swap.loss
     if loss is not None and _is_unclear(loss):
         yield f"attnlens {verb} {kernel}{_windows(report, written, times=2)}{training}"
@@ -334,16 +335,20 @@ def after_swap(shapes: Shapes) -> Iterator[str]:
     if not swap.sweep and swap.healing is None:
         yield f"attnlens swap-kernel {kernel}{windows} --sweep layers"
     if swap.healing is None:
-        yield f"attnlens heal {kernel}{windows} --train 500k"
+        yield f"attnlens heal {kernel}{windows} --train 500ktok"
+    elif loss is not None and is_change(loss):
+        yield f"attnlens heal {kernel}{windows}{longer}"
     if loss is not None:
         yield f"attnlens ranks {model} --budget loss:1%{scope}{windows}"
 
 
-def _format_training(healing: Healing) -> str:
-    """Format the option for the requested amount of training, such as ` --train 200` or ` --train 500000tok`."""
-    number, unit = (healing.amount or f"{healing.steps} steps").replace(",", "").split()
-    suffix = "tok" if unit.startswith("token") else "s" if unit.startswith("second") else ""
-    return f" --train {number}{suffix}"
+def _format_training(healing: Healing, times: int = 1) -> str:
+    """Format the option for `times` the requested amount of training, such as ` --train 200` or ` --train 500ktok`."""
+    amount, unit = (healing.amount or f"{healing.steps} steps").replace(",", "").split()
+    number, suffix = times * float(amount), "s" if unit.startswith("second") else ""
+    if unit.startswith("token"):
+        number, suffix = (number / 1000, "ktok") if number % 1000 == 0 else (number, "tok")
+    return f" --train {number:.10g}{suffix}"
 
 
 def _join_words(names: list[str]) -> str:
@@ -379,7 +384,7 @@ def _after_plan(report: Report, plan: Plan, written: Written) -> Iterator[str]:
     if file is not None:
         use = f"{model} --ranks {quote(file)}"
         if exceeded:
-            yield f"attnlens heal {use}{_windows(report, written)}{fitted_on} --train 500k"
+            yield f"attnlens heal {use}{_windows(report, written)}{fitted_on} --train 500ktok"
         elif not _is_within_budget(plan):
             yield f"attnlens ranks {use}{_windows(report, written, times=2)}{fitted_on}"
         elif written.model is None:
