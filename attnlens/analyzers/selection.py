@@ -74,7 +74,7 @@ SPACE_MEASURES = (  # measures that compare a head with the SVM of one space
     ),
     selection_measure(
         "efficiency",
-        "ratio of the margin to the best possible margin {where}; 1 iff the head has the SVM's direction there",
+        "ratio of the margin to the best possible margin {where}; 1 only if the head has the SVM's direction",
         "min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin; W_mm: the SVM",
         high=1,
         series=4,

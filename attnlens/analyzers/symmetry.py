@@ -64,7 +64,8 @@ WEIGHTS = (
     ),
     signed(
         "weights.definiteness",
-        "definiteness of M's symmetric part: 1 iff positive semidefinite, −1 iff negative semidefinite",
+        "definiteness of M's symmetric part: 1 if positive semidefinite, −1 if negative semidefinite, near 0 if "
+        "balanced, as in a random head",
         "Σμ/Σ|μ| = tr M/Σ|μ|, μ the eigenvalues of S = (M + Mᵀ)/2",
         scale=(
             "negative definite: tokens avoid similar tokens",

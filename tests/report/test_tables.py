@@ -275,7 +275,7 @@ def test_lists_of_measures_and_analyzers_give_range_and_meaning_and_details_what
     )
     text = views.printed(views.alone(lists.measure_list(infos)), 120)
     facts = ("how symmetric", "tr(CC)/tr(GG)", "curve over index", "power | flat")
-    assert not absent(text, "weights.symmetry", "-1 to 1", *facts)
+    assert not absent(text, "weights.symmetry", "−1 to 1", *facts)
     entry = Analyzer("symmetry", "weights", "Is it symmetric?", infos, lambda _: {})
     listing = views.printed(views.alone(lists.analyzer_list([entry])), 120)
     assert not absent(listing, "Is it symmetric?", "symmetry, singular_values, decay")

@@ -245,7 +245,7 @@ class Nearness:
 
     @property
     def shares(self) -> Float[Tensor, " queries"]:
-        """Margins divided by `best`. Their minimum, the efficiency, is ≤ 1, and 1 iff ΠM has the direction of W_mm."""
+        """Margins divided by `best`. Their minimum (efficiency) is ≤ 1, and 1 only if ΠM has the direction of W_mm."""
         return self.margins / self.best
 
 

@@ -51,7 +51,7 @@ def symmetry(form: Form) -> PerHead:
 def symmetry_by_distance(form: Form) -> PerDistance:
     """Return 2 tr(M(Δ)M(−Δ)) / (‖M(Δ)‖² + ‖M(−Δ)‖²) in [−1, 1] for Δ = 0 … positions − 1.
 
-    The value is 1 iff M(Δ)ᵀ = M(−Δ), and NaN if both matrices are zero.
+    The value is 1 if and only if M(Δ)ᵀ = M(−Δ), and NaN if both matrices are zero.
     """
     crossed, squared = form.distance_traces
     return crossed / squared
@@ -357,7 +357,7 @@ class Form:
 
     @property
     def definiteness(self) -> PerHead:
-        """Σμ / Σ|μ| in [−1, 1]: 1 iff S is positive semidefinite; NaN if S = 0."""
+        """Σμ / Σ|μ| in [−1, 1]: 1 if S is positive semidefinite; NaN if S = 0."""
         return self.symmetric_eigenvalues.sum(-1) / self.symmetric_eigenvalues.abs().sum(-1)
 
     @property

@@ -403,10 +403,10 @@ def _page(name: str, meaning: str, facts: Mapping[str, str]) -> Section:
 
 
 def bounds(info: MeasureInfo) -> str:
-    """Format the range of a measure's possible values: `-1 to 1`, or `any` if no bound is known."""
+    """Format the range of a measure's possible values: `−1 to 1`, or `any` if no bound is known."""
     if info.low is None and info.high is None:
         return "any"
-    low = "−∞" if info.low is None else f"{info.low:g}"
+    low = "−∞" if info.low is None else f"{info.low:g}".replace("-", "−")
     high = "∞" if info.high is None else f"{info.high:g}"
     return f"{low} to {high}"
 
