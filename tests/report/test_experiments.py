@@ -346,6 +346,7 @@ def test_a_null_is_drawn_as_a_band_and_named_by_its_meaning():
         text = flowing(series_report().model_copy(update=update))
         assert words in text if words else "null" not in text
         assert ("0.100 ± 0.020" in text) == bool(names), "mean and sd of the null at the last checkpoint"
+        assert ("(chance 0.10)" in text) == ("weights.symmetry" in names), "the finding names it, too"
 
 
 def test_heads_that_leave_the_frame_are_counted():

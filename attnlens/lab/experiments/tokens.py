@@ -409,7 +409,9 @@ def local_convergence(s: ExperimentSettings, progress: Progress) -> Experiment:
         end = descent.steps.index(s.iterations)
         for svm, norm in NORMS.items():
             figure, correlations = f"{name}_to_{svm}", correlate(descent, end, name, svm)
-            rows[figure] = average_trials(correlations, f"{name} to {norm}", CORRELATIONS.get(figure, UNPUBLISHED))
+            rows[figure] = average_trials(
+                correlations, f"cosine of {name} and the {norm} SVM", CORRELATIONS.get(figure, UNPUBLISHED)
+            )
         rows[f"{name}_largest_weight"] = average_trials(descent.largest[end].mean(-1))
         if train_longer:
             last_step = len(descent.steps) - 1

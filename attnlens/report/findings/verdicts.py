@@ -23,7 +23,9 @@ REACHED = 0.99  # Cosine to the SVM above which gradient descent counts as havin
 RISING = 1e-3  # Rise of the cosine in the second half of the iterations above which gradient descent has not ended
 MOST_TRIALS = 1000  # Offset between seeds with different trials, because trial i uses seed + i
 MOST_VALUES = 4  # Maximum number of values of an experiment that are printed
-MOST_SERIES = 4  # Maximum number of measures of a series of checkpoints that are printed
+FOLLOWED = ("loss", "tokens.entropy", "weights.symmetry", "weights.effective_rank", "selection.svm_cosine")
+"""Measures of a series of checkpoints that a finding states; if none of them changed, the first MOST_SERIES others."""
+MOST_SERIES = 4
 
 
 def doctor_findings(shapes: Shapes) -> Iterator[Finding]:
@@ -151,21 +153,10 @@ def after_doctor(shapes: Shapes) -> Iterator[str]:
 
 
 def experiment_findings(shapes: Shapes) -> Iterator[Finding]:
-    """Yield a verdict on each experiment or, for a series of checkpoints, the changes in up to MOST_SERIES measures."""
+    """Yield a verdict on each experiment or, for a series of checkpoints, the changes in a few measures."""
     for experiment in shapes.report.experiments:
         if experiment.trajectories:
-            curves = [(name, curve.median) for name, curve in experiment.curves.items() if curve.null_of is None]
-            moves = [
-                f"{clean(name)} {short(median[0])} → {short(median[-1])}"
-                for name, median in curves
-                if len(set(median)) > 1 and median[0] is not None and median[-1] is not None
-            ]
-            yield Finding(
-                question=clean(experiment.question),
-                answer=f"{'; '.join(moves[:MOST_SERIES])}.",
-                evidence="Medians over heads, first → last checkpoint.",
-                measures=[name for name, _ in curves],
-            )
+            yield _series_finding(experiment)
             continue
         if CORRELATION in experiment.final:
             yield _head_finding(experiment)
@@ -173,6 +164,31 @@ def experiment_findings(shapes: Shapes) -> Iterator[Finding]:
             yield _hardening_finding(experiment)
         else:
             yield _reference_finding(experiment)
+
+
+def _series_finding(experiment: Experiment) -> Finding:
+    """State how the medians of a few measures changed from the first to the last checkpoint, each with its null."""
+    medians = {name: curve.median for name, curve in experiment.curves.items() if curve.null_of is None}
+    ends = {name: (median[0], median[-1]) for name, median in medians.items() if len(set(median)) > 1}
+    moves = {
+        name: f"{clean(name)} {short(first)} → {short(last)}{_null_at_end(experiment, name)}"
+        for name, (first, last) in ends.items()
+        if first is not None and last is not None
+    }
+    by_chance = any(experiment.null(name) is not None for name in moves)
+    shown = [moves[name] for name in FOLLOWED if name in moves] or list(moves.values())[:MOST_SERIES]
+    return Finding(
+        question=clean(experiment.question),
+        answer=f"{'; '.join(shown)}." if shown else "No median changed.",
+        evidence=f"Medians over heads, first → last checkpoint{'; chance at the last' if by_chance else ''}.",
+        measures=list(medians),
+    )
+
+
+def _null_at_end(experiment: Experiment, name: str) -> str:
+    null = experiment.null(name)
+    mean = None if null is None else null.median[-1]
+    return "" if mean is None else f" (chance {short(mean)})"
 
 
 def _reference_finding(experiment: Experiment) -> Finding:

@@ -125,7 +125,8 @@ def _answers(findings: Sequence[Finding]) -> Grid:
     grid = Grid.grid(padding=(0, 2, 0, 0))
     narrow, wide = LABELS
     fits = all(len(wrap(finding.question, narrow)) <= QUESTION_LINES for finding in findings)
-    grid.add_column(max_width=narrow if fits else wide)
+    longest = max((len(word) for finding in findings for word in clean(finding.question).split()), default=0)
+    grid.add_column(max_width=max(narrow if fits else wide, longest))
     grid.add_column(overflow="fold")
     for finding in findings:
         style = "bold yellow" if finding.severity == "problem" else ""
