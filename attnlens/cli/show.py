@@ -47,7 +47,7 @@ STAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "kernels": ("kernels", ("windows",)),
     "fit": ("windows", ("windows",)),
     "fit rank": ("windows", ("windows",)),
-    "budget": ("calibration windows read", ("windows",)),
+    "budget": ("windows in several passes", ("windows",)),
     "generate": ("models", GENERATE),
     "sweep": ("swaps", COUNTS),
     "heal": ("% of the training", TRAIN),
@@ -255,7 +255,7 @@ def _announce_long(show: Callable[[str, int, int, Pace], None], options: Collect
             least = SHORT if _find_stage(stage)[0] in ("iterations", "trials") else LONG
             if seconds and (stage == BOUNDED or min(seconds) > least):
                 announced.add(stage)
-                say(f"{stage}: {_format_time_left(stage, seconds)}.{_remedy(stage, options)}")
+                say(f"{stage}: {_format_time_left(stage, seconds)} in this stage.{_remedy(stage, options)}")
         show(stage, done, total, pace)
 
     return report_progress

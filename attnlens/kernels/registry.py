@@ -257,8 +257,8 @@ WIDTH = KernelParameter("width", "number of tokens on each side, including the t
 FILTERS = _by_name(  # filters, which select by position the keys that a query keeps
     Modifier(
         "window",
-        "|i − j| < w",
-        "the w nearest tokens, including the token itself",
+        "|i − j| < width",
+        "the `width` nearest tokens, including the token itself",
         "Tsai 2.2.4; Beltagy 2020",
         (WIDTH,),
         lambda i, j, width: (i - j).abs() < width,
@@ -266,8 +266,8 @@ FILTERS = _by_name(  # filters, which select by position the keys that a query k
     ),
     Modifier(
         "sink-window",
-        "j < sinks or |i − j| < w",
-        "the first tokens and the w nearest",
+        "j < sinks or |i − j| < width",
+        "the first `sinks` tokens and the `width` nearest",
         "Xiao et al. 2024",
         (replace(WIDTH, name="sinks", meaning="number of first tokens, which all tokens see"), WIDTH),
         lambda i, j, sinks, width: (j < sinks) | ((i - j).abs() < width),
@@ -275,8 +275,8 @@ FILTERS = _by_name(  # filters, which select by position the keys that a query k
     ),
     Modifier(
         "strided",
-        "|i − j| < s or (i − j) mod s = 0",
-        "the s nearest tokens and every s-th of the others",
+        "|i − j| < stride or (i − j) mod stride = 0",
+        "the `stride` nearest tokens, and every `stride`-th of the others",
         "Child et al. 2019; Tsai 2.2.4",
         (replace(WIDTH, name="stride", meaning="distance between kept tokens"),),
         lambda i, j, stride: ((i - j).abs() < stride) | ((i - j) % stride == 0),

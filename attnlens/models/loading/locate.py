@@ -443,7 +443,7 @@ def _locate_folder(name: str, folder: Path, allow_pickle: bool, revision: str | 
         ]
         if not reasons:
             raise
-        problem = f"{error.problem} attnlens could not analyse it with weights either: {reasons[0]}"
+        problem = f"{reasons[0]} Besides, {error.problem}"
         remedy = "Choose another model: `attnlens list architectures` lists the supported model types."
         raise ModelError(problem, remedy) from None
     if form != "gguf" and CONFIG not in names:

@@ -59,7 +59,9 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
         evidence = f"Blocks that compute differently: {join_items([block.path for block in blocks], 3)}. {evidence}"
     changes = Changes.of(comparison)
     count = len(changes.own)
-    answer = f"{count} of {heads} changed" if count else f"None of {heads} changed by itself"
+    answer = (
+        f"{count} of {heads} changed" if count else f"None of {heads} changed{' by itself' * bool(changes.inherited)}"
+    )
     if not count and all(row.measure != OWN_ROWS for row in comparison.rows):
         answer = f"The form M changed in none of {heads}"
         if all(row.measure != FORMS for row in comparison.rows):
@@ -322,7 +324,8 @@ def after_comparison(shapes: Shapes) -> Iterator[str]:
         head = most_changed[0]
         name = f"{report.model.layer_name(head.layer)}.{head.head}"
         yield f"attnlens inspect {model} --head {name} --show attention --html head.html"
-    identical = comparison.tensors is not None and comparison.tensors.identical
+    identical = comparison.tensors is not None and comparison.tensors.identical and not comparison.config
     if comparison.tests and not comparison.named and not identical and report.settings.windows is not None:
         yield f"attnlens compare {quote(comparison.base.id)} {model} --windows {2 * report.settings.windows}"
-    yield f"attnlens doctor {model}"
+    if not identical:
+        yield f"attnlens doctor {model}"

@@ -160,9 +160,10 @@ def _symmetric(tests: HeadTests) -> Finding | None:
         sign: len(tests.heads("weights.definiteness", side)) for sign, side in (("positive", 1), ("negative", -1))
     }
     if signs := [sign for sign, count in counts.items() if count]:
-        number = ", ".join(f"{counts[sign]} {sign}" for sign in signs)
+        first, *others = signs
+        number = "".join([f"{format_count(counts[first], 'head')} {first}", *(f", {counts[s]} {s}" for s in others)])
         single = reading.present.size == 1
-        evidence += f" More {signs[0]} definite than chance." if single else f" More definite than chance: {number}."
+        evidence += f" More {first} definite than chance." if single else f" Definite beyond chance: {number}."
     measures = [name, "weights.definiteness"]
     return _finding("Symmetric?", answer, evidence, measures, notable=bool(marked))
 
@@ -190,16 +191,20 @@ def _by_content(tests: HeadTests) -> Finding | None:
     ruled = sorted(((len(tests.heads(name, 1)), name) for name in readings), reverse=True)
     counts = [("".join(SHARES[name]), count) for count, name in ruled if count]
     of, half = _count(readings[ruled[0][1]]), "most of the score variance"
-    answer = f"No part alone explains {half} in any of {of}"
+    single = readings[ruled[0][1]].present.size == 1
+    answer = f"No part alone explains {half}" + ("" if single else f" in any of {of}")
     if counts:
         (part, count), *others = counts
-        answer = f"{capitalise(part)} explains {half} in {count} of {of}"
+        answer = f"{capitalise(part)} explains {half}" + ("" if single else f" in {count} of {of}")
         answer += "".join(f", {part} in {count}" for part, count in others)
+        none = readings[ruled[0][1]].present.size - sum(count for _, count in counts)
+        answer += f", none in {none}" if none > 0 else ""
     parts = "; ".join(
         f"{SHARES[name][0]} {_percent(reading, tests.shapes)}"
         for name, reading in sorted(readings.items(), key=lambda item: -middle(item[1].values))
     )
-    scope = "Medians ± se" if readings.keys() & tests.shapes.report.summary.median_errors.keys() else "Medians"
+    name = "Shares" if single else "Medians"
+    scope = f"{name} ± se" if readings.keys() & tests.shapes.report.summary.median_errors.keys() else name
     return Finding(
         question="By content or position?", answer=f"{answer}.", evidence=f"{scope}: {parts}.", measures=list(readings)
     )
@@ -272,7 +277,8 @@ def _medians(readings: Iterable[MeasureMap], shapes: Shapes) -> Iterator[Finding
         else:
             low, high = (short(float(end(reading.present))) for end in (np.min, np.max))
             answer = f"Median {_middle(reading, shapes)}, from {low} to {high}, {_count(reading)}"
-            evidence = _name_highest(reading.name, shapes)
+            evidence = f"{capitalise(reading.info.meaning)}. " if reading.info.meaning else ""
+            evidence = (evidence + _name_highest(reading.name, shapes)).rstrip()
         question = f"{title_of(reading.name).capitalize()}?"
         yield Finding(question=question, answer=f"{answer}.", evidence=evidence, measures=[reading.name])
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from shlex import quote
 
-from attnlens.choices import LENGTH, WINDOWS
+from attnlens.choices import LENGTH, WINDOWS, ControlRole
 from attnlens.records import Change, Control, Coverage, Finding, Healing, Pair, Plan, Report, Rise, Severity, Swap
 from attnlens.records.plans import MARGIN
 from attnlens.report.findings.heads import model_argument
@@ -22,6 +22,13 @@ from attnlens.wording import clean, format_count, format_number, join_items, sho
 
 MOST_UNITS = 4  # Maximum number of heads or layers whose names are printed
 EXHAUSTED = 0.1  # Share of head_dim: a plan whose mean rank is at most this share can hardly become smaller
+FEW = 32  # Number of calibration windows below which the bounds of a search are wide
+MEANINGS: dict[ControlRole, str] = {
+    "same size": " (first and nearest keys)",
+    "one key": " (only the top key)",
+    "floor": " (all keys alike)",
+}
+"""Role of a simple alternative → the keys that it attends to, in brackets."""
 NEGLIGIBLE = 0.01  # Share of the original loss below which a rise is negligible
 
 
@@ -191,7 +198,7 @@ def _alternative(swap: Swap, windows: int | None) -> Finding | None:
             level.append(f"{name} (difference {delta}, 95 % interval {interval((low, high), decimals)})")
     costs = [f"here {format_number(swap.loss.delta, decimals)}"]
     costs += [
-        f"{clean(control.kernel or '')} {format_number(control.loss.delta, decimals)}"
+        f"{clean(control.kernel or '')}{MEANINGS.get(control.role, '')} {format_number(control.loss.delta, decimals)}"
         for control in controls
         if control.loss is not None
     ]
@@ -249,16 +256,20 @@ def _is_within_budget(plan: Plan) -> bool:
 
 def _plan_findings(plan: Plan) -> Iterator[Finding]:
     """Yield findings on the ranks, the size of the cache, and whether the measured rise is within the budget."""
-    answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head."
+    smaller_keys = f"{100 * (1 - plan.mean_rank / plan.head_dim):.0f} % smaller"
+    answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head: keys {smaller_keys}."
     evidence = f"Allowed: a {BUDGETED[plan.unit]} at most {100 * plan.budget:g} % higher."
     smaller = [step for step in plan.steps if step.mean_rank < plan.mean_rank]
     if smaller and plan.estimated is not None:
         rejected = max(smaller, key=lambda step: step.mean_rank)
         bound = share(rejected.rise.bound(MARGIN))
-        evidence += f" The next smaller ranks tried, {rejected.mean_rank:.1f} on average, could cost {bound}."
+        smaller_ranks = f"The next smaller ranks tried ({rejected.mean_rank:.1f} on average)"
+        evidence += f" {smaller_ranks} exceed it: their cost has the upper bound {bound}."
     if (promised := plan.promised) is not None:
         rise = f"{share(promised.share)}{_format_interval(promised, ', ')}"
         evidence += f" Predicted from held-out calibration windows: {rise}."
+    if plan.estimated is not None and plan.estimated.sequences < FEW:
+        evidence += f" Chosen from only {plan.estimated.sequences} windows: more --windows can allow smaller ranks."
     yield Finding(question="How small?", answer=answer, evidence=evidence, measures=["swap.plan"])
     alone, cache = plan.cache_bytes_per_token, _format_cache(plan.model_cache_bytes_per_token)
     evidence = f"Keys and values of the {'whole model' if cache else 'swapped heads alone'}; values keep their size."
@@ -272,7 +283,7 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
         )
     if (measured := plan.measured) is not None:
         holds = _is_within_budget(plan)
-        verdict = "Yes" if holds else "No" if measured.share > plan.budget else "Here, but not guaranteed"
+        verdict = "Yes" if holds else "No" if measured.share > plan.budget else "On these windows, but not guaranteed"
         answer = f"{verdict}: measured {share(measured.share)} on {clean(plan.text)}; allowed {share(plan.budget, 0)}."
         evidence = "" if measured.ci95 is None else f"{_format_interval(measured)}."
         if plan.promised is not None and plan.promised.bound(1) > plan.budget >= measured.share:

@@ -228,7 +228,7 @@ def _hardening_finding(experiment: Experiment) -> Finding:
     head, svm = (None if kl is None else f"{100 * math.exp(-kl):.3g} %" for kl in kls)
     scope = "median over the SVM's queries; 100 %: hard selection"
     answer = f"The selected token gets {head} of the weight ({scope})."
-    evidence = f"With its SVM's scores, scaled to the head's norm: {svm}." if svm else ""
+    evidence = f"The SVM's solution, scaled to the head's norm, would give it {svm}." if svm else ""
     name = clean(experiment.name).partition(",")[0].capitalize()
     return Finding(
         question=f"{name}: how hard does it select?", answer=answer if head else "Unknown.", evidence=evidence
@@ -275,8 +275,8 @@ def _head_finding(experiment: Experiment) -> Finding:
     return Finding(
         question=f"{clean(experiment.name).capitalize()}: does descent reach its SVM?",
         answer=answer if reached else "Unknown: the final cosine to the SVM has no value.",
-        evidence=f"Cosine of the pretrained head, which `inspect` judges: {NO_VALUE if own is None else short(own)} "
-        f"(1: its SVM).{tokens}",
+        evidence=f"The pretrained head itself has the cosine {NO_VALUE if own is None else short(own)} (1: its SVM), "
+        f"which `inspect` compares with chance.{tokens}",
         severity="none" if verdict == "Yes" else "notable",
         measures=["selection.svm_cosine"],
     )

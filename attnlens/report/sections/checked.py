@@ -42,7 +42,17 @@ def describe_check(check: Check, name: Names = str) -> str:
 
 def describe_breach(check: Check, breach: Breach, name: Names = str) -> str:
     """Describe one head or block that breaks a rule."""
-    return clean(f"{_format_place(breach, name)}: {check.subject} is {_format_breach(breach)}, wanted {check.wanted}")
+    wanted = f"allowed {_tolerance(check)}" if _is_against_baseline(check) else f"wanted {check.wanted}"
+    return clean(f"{_format_place(breach, name)}: {check.subject} is {_format_breach(breach)}, {wanted}")
+
+
+def _is_against_baseline(check: Check) -> bool:
+    return check.id.startswith("baseline: ")
+
+
+def _tolerance(check: Check) -> str:
+    """Return the allowed deviation from the baseline: `±5 %, ±0.1` for `as in the baseline (±5 %, ±0.1)`."""
+    return check.wanted.partition("(")[2].rstrip(")")
 
 
 def _format_place(breach: Breach, name: Names) -> str:
@@ -107,14 +117,13 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
     for check in checks:
         heads = f"{len(check.breaches)} of {check.heads} fail" if check.breaches else str(check.heads)
         without = f", {check.without} without a value" if check.without else ""
-        against_baseline = check.id.startswith("baseline: ")
         row = {
-            "rule": clean(check.subject if against_baseline else check.rule),
+            "rule": clean(check.subject if _is_against_baseline(check) else check.rule),
             "found": _format_found(check),
             "baseline": _format_base(check),
-            "tolerance": check.wanted.partition("(")[2].rstrip(")") if against_baseline else None,
+            "tolerance": _tolerance(check) if _is_against_baseline(check) else None,
             "heads": NO_VALUE if check.heads is None else f"{heads}{without}",
-            "verdict": "holds" if check.passed else "FAILS",
+            "verdict": "passed" if check.passed else "FAILED",
         }
         rows.append(row)
     yield Section("Rules", table=build_table(rows, {"rule"}, {"rule", "verdict"}, fit="folded"))

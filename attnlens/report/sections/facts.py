@@ -130,9 +130,9 @@ def build_heading(report: Report, whole: bool) -> Heading:
         f"{settings.dtype} on {settings.device}" * (whole or not usual),
         ""
         if error is None
-        else f"verified: outputs agree to {error:.0e}"
+        else f"recomputed outputs agree to {error:.0e}"
         if error
-        else "verified: outputs agree exactly",
+        else "recomputed outputs agree exactly",
     ]
     verdict, sound = standing(report)
     return Heading(
@@ -154,11 +154,12 @@ def _grid(report: Report) -> str:
 
 
 def state_whole(report: Report) -> str:
-    """Format the whole model's size, ` of 4 layers with 32 heads`; return "" if all heads were requested."""
+    """Format the whole model's size, ` (of 4 layers, 32 heads in total)`; return "" if all heads were requested."""
     coverage = report.coverage
     if coverage.model_sites is None or coverage.model_heads in (None, coverage.heads):
         return ""
-    return f" of {format_count(coverage.model_sites, 'layer')} with {format_count(coverage.model_heads, 'head')}"
+    layers, heads = format_count(coverage.model_sites, "layer"), format_count(coverage.model_heads, "head")
+    return f" (of {layers}, {heads} in total)"
 
 
 def conventions(report: Report) -> str:

@@ -66,7 +66,7 @@ TERMS = {  # Term used on screens and in reports → explanation
     "swap.loss.delta": "Change in the loss, in nats per token: the loss with the kernel minus the original loss; "
     "swap.loss.ci95 is its 95 % interval.",
     "summary.medians": "Median over heads of each measure; in a rule, as summary.medians.tokens.entropy.",
-    "form m": "M = s·W_Q W_Kᵀ, the bilinear form of a head: the score of a query input x and a key input y is xᵀMy, "
+    "form M": "M = s·W_Q W_Kᵀ, the bilinear form of a head: the score of a query input x and a key input y is xᵀMy, "
     "plus positions and biases. s is the scale, usually 1/√head_dim.",
     "complete": "Every site and head of the model, or of the part requested, was read; otherwise the reasons follow.",
     "head": "Heads are named LAYER.HEAD, both counted from 0: 3.7 is head 7 of layer 3. In models of "
@@ -116,7 +116,7 @@ TERM_SYNONYMS = {
     "medians": "median",
     **dict.fromkeys(("effects", "cost", "effect size"), "effect"),
     **dict.fromkeys(("kv cache", "kv-cache", "kv_cache", "key-value cache", "caches"), "cache"),
-    **dict.fromkeys(("m", "form", "w_q w_k"), "form m"),
+    **dict.fromkeys(("m", "form", "w_q w_k", "form m"), "form M"),
     **dict.fromkeys(("layer.head", "heads"), "head"),
 }
 NAMED = {"measure", "analyzer", "kernel", "with a kernel", "model type"}  # Titles of columns that identify rows
@@ -276,7 +276,7 @@ def explanation(name: str) -> Section:
 
     The source can be omitted: `entropy` is `tokens.entropy`. Measures of the default analyzers take precedence.
     """
-    word = name.strip().lower()
+    word = name.strip().lower().partition(":")[0]  # of a kernel with parameters, `sink-window:4,64`, the name
     term = TERM_SYNONYMS.get(word, word)
     if term in TERMS:
         return _page(term, TERMS[term], {})
