@@ -131,6 +131,7 @@ def _task_panels(study: StudyTable, task: StudyColumn) -> Iterator[Panel]:
     stem = f"{study.name}-{task.form}-{task.name}".replace(" ", "-").lower()
     rows = max(10, 2 * len(cells))
     caption = f"{study.question} {study.source}{f'; published on {task.published}' if task.published else ''}."
+    caption += " Dots: seeds; black line: mean ± standard error; at the right: published values."
     title, note = f"{task.name}: {task.metric}", "dots: seeds; line: mean ± se"
     draw = partial(draw_results, task=task, cells=cells)
     yield Panel(f"{stem}-reached", title, note, caption, draw, rows, width=6.0)

@@ -453,6 +453,7 @@ def _healing_panel(swap: Swap, healing: Healing) -> Panel:
     caption = f"{clean(swap.kernel)}. {healing.parameters:,} parameters of these heads trained {goal}."
     caption += " Perplexity: of the evaluation text." * (swap.judged_by == "loss")
     caption += f" {'Loss' if healing.goal == 'text' else distance}: on held-out calibration text."
+    caption += " Dashed line: the original model." * (swap.judged_by == "loss")
     caption += f" Dotted line: best step, {healing.best}. Hollow: attention transfer."
     return Panel("healing", "healing", note, caption, partial(draw_healing, swap=swap, healing=healing), 14)
 
