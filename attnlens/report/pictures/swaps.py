@@ -45,7 +45,7 @@ MARKS: dict[ControlRole, tuple[str, str, str]] = {
 """Role of a control → marker in matplotlib, marker as a character, and description."""
 SITES = (
     "‖new − original‖ / ‖original‖ of the output of each layer's attention, computed on the original model's queries, "
-    "keys and values. Hatched: no value."
+    "keys and values."
 )
 """Caption of the picture of output errors by layer."""
 CROWDED = 24  # number of layers above which bars have no gaps
@@ -66,6 +66,8 @@ HARM = "what predicts harm"  # title of the pictures of predictors
 PICTURES = 6  # number of measures drawn: those in ALWAYS, then the strongest predictors
 SQUASHED = 30.0  # ratio of the largest to the median effect above which the axis has an asinh scale
 MOST_WRITTEN = 24  # number of layers or heads up to which a cell has room for its number
+LayerValues = dict[tuple[int, int], float | None]
+"""Sort key of a layer (see `_order`) → value; None for a missing value."""
 STEP_GAP = 0.17  # least distance between two labelled steps, as a share of the width
 DASHED: style.Style = {"linewidth": 0.8, "linestyle": (0, (4, 2))}  # line at the original model's value
 
@@ -103,7 +105,8 @@ def _overview_panels(report: Report) -> list[Panel]:
         return list(_kernel_panels(report))
     swap, plan, number = report.swaps[0], report.plan, report.model.layer_number
     note, draw = "on the original's queries, keys and values", partial(draw_sites, swap=swap, number=number)
-    sites = Panel("sites", "output error by layer", note, SITES, draw, len(swap.sites))
+    caption = SITES + " Hatched: no value." * any(site.output_error is None for site in swap.sites)
+    sites = Panel("sites", "output error by layer", note, caption, draw, len(swap.sites))
     panels = [_stages_panel(swap), sites]
     panels += [_ranks_panel(plan, number)] if plan is not None else []
     panels += [_sweep_panel(swap, "sweep", number)] if swap.sweep else []
@@ -136,13 +139,13 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
     note = "bars: 95 % intervals" + f"; grey: {controls}" * bool(controls)
     note = "no kernel has a value" if all(effect(swap, swap)[0] is None for swap in swaps) else note
     yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, width=6.0)
-    errors = [(swap.kernel, as_array(site.output_error for site in swap.sites)) for swap in swaps]
-    draw = partial(draw_layer_lines, lines=errors, label="‖new − original‖ / ‖original‖")
+    errors = [(swap.kernel, {_order(site): site.output_error for site in swap.sites}) for swap in swaps]
+    names = report.model.layer_name
+    draw = partial(draw_layer_lines, lines=errors, label="‖new − original‖ / ‖original‖", names=names)
     yield Panel("sites", "output error by layer", "", SITES, draw)
     if any(swap.sweep for swap in swaps) and not any(map(_of_heads, swaps)):
-        by_layer = [(swap.kernel, sorted(swap.sweep, key=lambda unit: unit.layer)) for swap in swaps]
-        harms = [(kernel, as_array(unit.delta for unit in units)) for kernel, units in by_layer]
-        draw = partial(draw_layer_lines, lines=harms, label=f"Δ of the {effect_name(swaps[0])}")
+        harms = [(swap.kernel, {_order(unit): unit.delta for unit in swap.sweep}) for swap in swaps]
+        draw = partial(draw_layer_lines, lines=harms, label=f"Δ of the {effect_name(swaps[0])}", names=names)
         caption = "Effect on the model if only that layer has the kernel."
         yield Panel("sweep", "each layer alone", "", caption, draw)
 
@@ -274,18 +277,22 @@ def draw_sites(axes: Axes, swap: Swap, number: Names = str) -> None:
     charts.label_layers(axes, [number(site.layer) for site in sites], [site.part for site in sites])
 
 
-def draw_layer_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " layers"]]], label: str) -> None:
+def draw_layer_lines(axes: Axes, lines: Sequence[tuple[str, LayerValues]], label: str, names: Names = str) -> None:
     """Draw one line per kernel over the layers, with gaps for missing values, and a line at 0."""
+    places = sorted({place for _, values in lines for place in values})
     bare = [clean(PARAMETERS.sub("", name)) for name, _ in lines]
-    names = bare if len(set(bare)) == len(bare) else [clean(name) for name, _ in lines]
+    kernels = bare if len(set(bare)) == len(bare) else [clean(name) for name, _ in lines]
+    arrays = [as_array(values.get(place) for place in places) for _, values in lines]
     axes.axhline(0, color="#999999", linewidth=0.6, zorder=0)
     axes.set_prop_cycle(**LINES)
-    for name, (_, values) in zip(names, lines, strict=True):
-        axes.plot(values, markersize=3, linewidth=1, label=style.shorten_label(name, LEGEND_NAME))
-    scale_widely(axes, "y", [float(np.nanmax(np.abs(values), initial=0.0)) for _, values in lines])
+    for kernel, values in zip(kernels, arrays, strict=True):
+        axes.plot(values, markersize=3, linewidth=1, label=style.shorten_label(kernel, LEGEND_NAME))
+    scale_widely(axes, "y", [float(np.nanmax(np.abs(values), initial=0.0)) for values in arrays])
     axes.set_xlabel("layer")
     axes.set_ylabel(label)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    charts.label_indices(axes.xaxis, [names(layer) for _, layer in places])
+    if len({part for part, _ in places}) > 1:  # the names of layers contain their part, so they are long
+        axes.tick_params(axis="x", labelrotation=90)
     style.legend_above(axes, 75)
 
 
