@@ -18,7 +18,7 @@ from matplotlib.colors import Colormap, Normalize
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter
 
 from attnlens.analyzers.registry import find_measure, list_analyzers
 from attnlens.choices import PARTS, Part
@@ -429,10 +429,12 @@ def _bare_figure(rows: Sequence[Row], caption: str) -> Figure:
 
 
 def _remove_title(panel: Panel) -> Panel:
-    """Remove a panel's title; if the panel has a colour bar without a label, the title becomes the bar's label."""
+    """Remove a panel's title; it becomes the label of a colour bar or of a y axis with numbers that has no label."""
 
     def draw(axes: Axes) -> None:
         panel.draw(axes)
+        if not axes.get_ylabel() and not isinstance(axes.yaxis.get_major_locator(), FixedLocator):
+            axes.set_ylabel(panel.title)
         for drawn in (*axes.images, *axes.collections):
             if drawn.colorbar is not None and not drawn.colorbar.ax.get_ylabel():
                 drawn.colorbar.set_label(panel.title)
@@ -452,6 +454,9 @@ def _enlarge_text(figure: Figure, room: float) -> None:
         legend = axes.get_legend()
         if legend is not None and not legend.get_in_layout():
             style.legend_above(axes, int(PER_INCH * room))
+            legend = axes.get_legend()
+            if legend is not None and not axes.get_title(loc="left"):  # without a title, nothing makes room for it
+                legend.set_in_layout(True)
         for axis in (axes.xaxis, axes.yaxis):
             axis.label.set_text(textwrap.fill(axis.label.get_text(), max(12, int(PER_INCH * room))))
     for text in figure.findobj(Text):
