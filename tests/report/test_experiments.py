@@ -375,6 +375,8 @@ def test_a_bare_panel_keeps_its_legend_and_names_its_axes(report):
             figure = panel_figure(report, panel, bare=True)
             check_layout(figure)
             axes = figure.axes[0]
+            legend = axes.get_legend()
+            assert legend is None or legend.get_window_extent().y1 <= figure.bbox.y1
             assert axes.get_ylabel() or panel.stem == pictures.COMPARED
             assert axes.get_xlabel()
 
