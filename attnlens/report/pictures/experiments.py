@@ -255,7 +255,7 @@ def _trajectory_panel(report: Report, experiment: Experiment, name: str) -> Pane
     null = "; grey: null ± sd" * (experiment.null(name) is not None)
     note = clean(style.shorten_label(curve.quantity or source_of(name), 30)) + null
     caption = f"{capitalise(info.meaning)}: {info.formula}. " if info.meaning else ""
-    coloured = ", coloured by layer" * bool(rows_of_layers)
+    coloured = ", coloured by layer" if rows_of_layers else f" of layer {layer_name(max(layers))}"
     heads = f"{format_count(len(lines), 'head')}{coloured}. Black: their median" if lines else "One number per step"
     heads += f", in {curve.quantity}" if curve.quantity and not info.meaning else ""
     caption += f"{heads}{null}."
