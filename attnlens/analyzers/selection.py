@@ -112,10 +112,11 @@ SPACE_MEASURES = (  # measures that compare a head with the SVM of one space
     ),
     selection_measure(
         "margins",
-        "least margin of each query in the SVM problem, divided by the best possible margin {where}, ascending",
+        "least margin of each query in the SVM problem, divided by the best possible margin {where}; "
+        "ascending; can exceed 1",
         "sorted min ({x}_α − {x}_t)ᵀM′{z}·‖W_mm‖/‖ΠM′‖, M′ = {M} − W_fin; W_mm: the SVM",
         curve=True,
-        steps="query of the problem (ratios can exceed 1)",
+        steps="queries, sorted by margin",
         use="A curve that starts near 0 and soon rises has few queries with almost equal scores; an SVM's curve is "
         "flat near 1.",
     ),

@@ -213,6 +213,7 @@ def test_the_overview_draws_groups_by_depth_with_maps_below(by_depth):
     shapes = by_depth([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     rows = page_rows(shapes)
     assert [panel.title for panel in rows[0]] == ["layers 0–1", "layers 2–3", "layers 4–5"]
+    assert all("\n2 heads; black: median" in panel.caption for panel in rows[0]), "each caption describes its own group"
     assert [panel.stem for panel in rows[1]] == ["any.scalar"]
     with house_style():
         panels = overview_figure(shapes).axes[:3]

@@ -367,6 +367,21 @@ def test_heads_that_leave_the_frame_are_counted():
     assert f"{beyond} heads of 128 extend beyond the frame" in panel.caption
 
 
+@pytest.mark.parametrize(
+    "report", [experiment_report(converging(), golden()), series_report(1, 2)], ids=["curves", "series"]
+)
+def test_a_bare_panel_keeps_its_legend_and_names_its_axes(report):
+    with house_style(bare=True):
+        for panel in experiment_panels(report)[:5]:
+            figure = panel_figure(report, panel, bare=True)
+            check_layout(figure)
+            axes = figure.axes[0]
+            legend = axes.get_legend()
+            assert legend is None or legend.get_window_extent().y1 <= figure.bbox.y1
+            assert axes.get_ylabel() or panel.stem == pictures.COMPARED
+            assert axes.get_xlabel()
+
+
 def test_curves_of_one_quantity_or_picture_share_their_axes():
     def titled(experiment):
         return {title: list(curves) for title, curves in pictures.groups(experiment).items()}

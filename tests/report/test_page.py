@@ -92,6 +92,17 @@ def test_the_page_shows_every_number_with_its_error_null_and_reason():
     assert not absent(Tags(page).text, f"2 heads, because {CROSS}", reason)
 
 
+@pytest.mark.usefixtures("without_layout")
+def test_a_wide_table_is_split_by_group_and_negative_numbers_have_a_minus_sign():
+    page = views.page(synthetic_report(3, 4))
+    by_layer = page.partition("<h2>By layer</h2>")[2].partition("</section>")[0]
+    groups = [re.findall('class="group"[^>]*>(.+?)<', table) for table in by_layer.split("</table>")[:-1]]
+    assert groups == [["weights"], ["tokens"]]
+    assert [table.count(">null<") for table in by_layer.split("</table>")] == [1, 0, 0], "no empty rows"
+    assert not re.search(r"<td>-[0-9]", page)
+    assert re.search(r"<td>−[0-9]", page), "the control"
+
+
 def test_the_rest_of_attention_is_in_thousandths_like_the_weights():
     report = synthetic_report(1, 1)
     place = {name: getattr(report.heads[0], name) for name in ("site", "layer", "head", "kv_head", "part")}

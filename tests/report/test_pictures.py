@@ -155,6 +155,15 @@ def test_the_caption_gives_null_error_count_model_coverage_and_range(monkeypatch
     marked = {name: "mark on the colour bar" in maps.full_caption(shapes, readings[name]) for name in readings}
     assert marked == {name: each.null is not None for name, each in readings.items()}
     assert {*marked.values()} == {True, False}
+    weights = panel(shapes, "weights.symmetry").texts[-1].get_text()
+    assert shapes.report.settings.input_summary not in weights, "weights do not depend on the input"
+    for null, place in ((0.5, "black mark on the colour bar"), (9.0, "outside the range of the colour bar")):
+        report = planted(np.array([[0.0, 1.0]]))
+        for head in report.heads:
+            measure = head.measures["weights.planted"]
+            head.measures["weights.planted"] = measure.model_copy(update={"null": Null(mean=null, sd=0.1)})
+        lone = Shapes(report)
+        assert f"(mean ± sd of one head); {place}" in maps.full_caption(lone, lone.readings["weights.planted"])
     for low, high, possible in ((0, None, "0 to ∞"), (None, 5, "−∞ to 5"), (-1, 5, "−1 to 5"), (None, None, "any")):
         register(monkeypatch, low=low, high=high)
         shapes = Shapes(planted(np.array([[0.0, 0.5], [1.25, 3.0]])))
@@ -201,6 +210,9 @@ def test_quartiles_rest_on_the_same_heads_at_every_step_and_parts_have_their_own
     assert "Encoder: median and quartiles over 3 of 4 heads with 3 steps or more." in caption
     assert "of 3 of 4 heads, ≥ 3 steps" in maps.short_curve_caption(shapes, "c")
     assert "steps" not in maps.short_curve_caption(with_curves(*[[1.0, 2.0]] * 3), "c")
+    lone = with_curves([1.0, 2.0])
+    assert maps.short_curve_caption(lone, "c") == "", "one head has no quartiles"
+    assert "median" not in panel(lone, "c").texts[-1].get_text()
     parts = ["encoder", *MIXED[1:4]]
     shapes = with_curves([1.0, 1.0, 1.0], [3.0, 3.0, 3.0], [10.0, 10.0], [7.0, 7.0], parts=parts)
     groups = [(group.title, group.quartiles[1].tolist()) for group in maps.groups_by_part(shapes, "c")]

@@ -531,12 +531,14 @@ def test_a_folder_gets_the_pictures_of_its_report(whole, tmp_path):
 def test_one_large_kernel_layer_or_control_hides_nothing():
     for wide, scale in ((2.0, "linear"), (250.0, "symlog")):
         lines = [
-            ("rbf", np.array([0.4, 0.7])),
-            ("linear", np.array([wide, wide / 2])),
-            ("window", np.array([0.1, np.nan])),
+            ("rbf", {(0, 2): 0.4, (0, 3): 0.7}),
+            ("linear", {(0, 2): wide, (0, 3): wide / 2}),
+            ("window", {(0, 3): None, (0, 2): 0.1}),
         ]
         axes = draw(pictures.draw_layer_lines, lines, "error").axes[0]
         assert axes.get_yscale() == scale
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "3"], "the chosen layers"
+        np.testing.assert_array_equal(axes.lines[3].get_ydata(), [0.1, np.nan])
     for last, scale in ((2.0, "linear"), (250.0, "asinh")):
         swap = swapped(sweep="layers")
         deltas = [0.1, 0.2, 0.3, last]

@@ -18,12 +18,13 @@ from matplotlib.colors import Colormap, Normalize
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter
 
 from attnlens.analyzers.registry import find_measure, list_analyzers
 from attnlens.choices import PARTS, Part
 from attnlens.report.pictures import style
 from attnlens.report.sections.facts import population
+from attnlens.report.sections.facts import title as title_of_report
 from attnlens.report.sections.reference import null_words
 from attnlens.report.shapes import Names, drop_rotary
 from attnlens.wording import big, capitalise, clean, source_of
@@ -241,9 +242,10 @@ AROUND, HEADING = 0.98, 0.2  # inches: height of a panel's title and axis labels
 TITLE, FACTS, FOOTNOTE = 66, 155, 170  # characters that fit into an overview's title, its line of facts, and its footer
 MARGIN = 0.08  # inches free above a single picture
 BESIDE = 0.3  # inches of a panel's width that its title and note leave free
-TITLE_PER_INCH, NOTE_PER_INCH, CAPTION_PER_INCH = 14, 18, 18.5
+TITLE_PER_INCH, NOTE_PER_INCH, CAPTION_PER_INCH = 14, 20, 18.5
 """Number of characters that fit into an inch of a panel's title, of its note, and of a caption."""
 LINE = 0.128  # inches per line of a caption
+WEIGHTS = "weights."  # start of the names of measures that do not depend on the input
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,7 @@ def caption_panels(
         letters = f"({letter}) " * (len(panels) > 1)
         paragraphs.append(" ".join([f"{letters}{panel.title}{name}:", *map(_end, lines)]))
     remarks = [*notes]
-    if not all(panel.stem.startswith("weights.") for panel in panels):  # weights do not depend on the input
+    if not all(panel.stem.startswith(WEIGHTS) for panel in panels):
         remarks += [f"input: {report.settings.input_summary}"] * bool(report.settings.input_summary)
         remarks.append(population(report))
     paragraphs += map(capitalise, remarks)
@@ -360,7 +362,7 @@ def overview(
     figure.text(
         right, 0.13 / height, style.shorten_label(" · ".join(filter(None, footnote)), FOOTNOTE), ha="right", **small
     )
-    _draw_rows(figure, _letter(rows), HEAD, FOOT)
+    _draw_rows(figure, _letter(rows) if len(panels) > 1 else rows, HEAD, FOOT)
     return figure
 
 
@@ -375,15 +377,18 @@ def _letter(rows: Sequence[Row]) -> list[Row]:
 def panel_figure(report: Report, panel: Panel, *, bare: bool = False) -> Figure:
     """Draw a panel or its parts, with a short caption below unless `bare`; the figure's label is the full caption."""
     parts = panel.parts or [panel]
-    facts = filter(None, [report.model.title, *model_facts(report), clean(report.settings.input_summary)])
+    title = title_of_report(report)
+    fed = "" if panel.stem.startswith(WEIGHTS) else clean(report.settings.input_summary)
+    facts = filter(None, [title, *model_facts(report), fed])
     rows = arrange(parts, min(3, len(parts)), float(np.clip(0.2 * parts[0].rows, 2.0, 8.0)))
-    caption = caption_panels(report, [panel], report.model.title, model_facts(report))
+    caption = caption_panels(report, [panel], title, model_facts(report))
     if bare:
         return _bare_figure(rows, caption)
     width = 2 * SIDE + len(rows[0].panels) * (parts[0].width + 1.0)
     characters = int((width - 2 * SIDE) * CAPTION_PER_INCH)
     lines = filter(None, [*panel.caption.splitlines(), " · ".join(facts)])
-    words = "\n".join(textwrap.fill(clean(line), characters) for line in lines)
+    # a space that does not break keeps a number and its % on one line
+    words = "\n".join(textwrap.fill(clean(line).replace(" %", "\xa0%"), characters) for line in lines)
     below = 0.15 + LINE * (words.count("\n") + 1)
     height = MARGIN + sum(row.total for row in rows) + below
     figure = style.new_figure(width, height)
@@ -424,10 +429,12 @@ def _bare_figure(rows: Sequence[Row], caption: str) -> Figure:
 
 
 def _remove_title(panel: Panel) -> Panel:
-    """Remove a panel's title; if the panel has a colour bar without a label, the title becomes the bar's label."""
+    """Remove a panel's title; it becomes the label of a colour bar or of a y axis with numbers that has no label."""
 
     def draw(axes: Axes) -> None:
         panel.draw(axes)
+        if not axes.get_ylabel() and not isinstance(axes.yaxis.get_major_locator(), FixedLocator):
+            axes.set_ylabel(panel.title)
         for drawn in (*axes.images, *axes.collections):
             if drawn.colorbar is not None and not drawn.colorbar.ax.get_ylabel():
                 drawn.colorbar.set_label(panel.title)
@@ -447,6 +454,9 @@ def _enlarge_text(figure: Figure, room: float) -> None:
         legend = axes.get_legend()
         if legend is not None and not legend.get_in_layout():
             style.legend_above(axes, int(PER_INCH * room))
+            legend = axes.get_legend()
+            if legend is not None and not axes.get_title(loc="left"):  # without a title, nothing makes room for it
+                legend.set_in_layout(True)
         for axis in (axes.xaxis, axes.yaxis):
             axis.label.set_text(textwrap.fill(axis.label.get_text(), max(12, int(PER_INCH * room))))
     for text in figure.findobj(Text):

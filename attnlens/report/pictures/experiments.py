@@ -55,7 +55,9 @@ def comparison_panels(report: Report) -> list[Panel]:
         condition = "with equal hidden states; " * (name == OWN_ROWS)
         note = f"{condition}dots: {significant}; hatched: no change at all"
         caption = f"{capitalise(info.meaning)}: {info.formula}. Logarithmic colours; KL in nats. "
-        caption += f"Dots: heads with a significant change, {significant}. Hatched: no change at all."
+        caption += (
+            f"Dots: heads with a significant change, {significant} (q: adjusted p-value). Hatched: no change at all."
+        )
         layers = len({row.layer for row in comparison.rows})
         draw = partial(draw_differences, comparison=comparison, name=name, number=report.model.layer_number)
         panels.append(Panel("differences", title_of_map, note, caption, draw, 2 * layers))
@@ -104,7 +106,7 @@ def draw_volcano(axes: Axes, comparison: Comparison) -> None:
     axes.set_xscale("symlog", linthresh=0.1)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("second − first, in interquartile ranges over heads")
-    axes.set_ylabel("−log₁₀ q (4: q < 1e-4)")
+    axes.set_ylabel("−log₁₀ q (4: q ≤ 10⁻⁴)")
     top = -np.log10(LEAST_P)  # smaller q-values are drawn here
     axes.set_ylim(-0.02 * top, 1.04 * top)
     style.legend_above(axes, 80, handlelength=0.8)
@@ -129,6 +131,7 @@ def _task_panels(study: StudyTable, task: StudyColumn) -> Iterator[Panel]:
     stem = f"{study.name}-{task.form}-{task.name}".replace(" ", "-").lower()
     rows = max(10, 2 * len(cells))
     caption = f"{study.question} {study.source}{f'; published on {task.published}' if task.published else ''}."
+    caption += " Dots: seeds; black line: mean ± standard error; at the right: published values."
     title, note = f"{task.name}: {task.metric}", "dots: seeds; line: mean ± se"
     draw = partial(draw_results, task=task, cells=cells)
     yield Panel(f"{stem}-reached", title, note, caption, draw, rows, width=6.0)
@@ -252,7 +255,7 @@ def _trajectory_panel(report: Report, experiment: Experiment, name: str) -> Pane
     null = "; grey: null ± sd" * (experiment.null(name) is not None)
     note = clean(style.shorten_label(curve.quantity or source_of(name), 30)) + null
     caption = f"{capitalise(info.meaning)}: {info.formula}. " if info.meaning else ""
-    coloured = ", coloured by layer" * bool(rows_of_layers)
+    coloured = ", coloured by layer" if rows_of_layers else f" of layer {layer_name(max(layers))}"
     heads = f"{format_count(len(lines), 'head')}{coloured}. Black: their median" if lines else "One number per step"
     heads += f", in {curve.quantity}" if curve.quantity and not info.meaning else ""
     caption += f"{heads}{null}."
@@ -429,7 +432,7 @@ def draw_compared(axes: Axes, *, rows: list[tuple[Experiment, str]]) -> None:
             place: style.Style = {"textcoords": "offset points", "ha": align, "va": "center"}
             axes.annotate(verdict, (at, row), (side, 0), fontsize=6.5, color=style.CATEGORIES[2], **place)
     axes.axvline(0, color=style.MUTED, linewidth=0.7, zorder=0)
-    names = [style.shorten_label(f"{clean(e.name)}: {format_label(e, figure)}", 44) for e, figure in rows]
+    names = [style.shorten_label(f"{clean(e.name)}: {format_label(e, figure)}", 64) for e, figure in rows]
     charts.dot_plot(axes, dots, names)
     axes.tick_params(axis="y", labelsize=6.5, labelcolor=style.INK)
     axes.set_xlim(-edge, edge)

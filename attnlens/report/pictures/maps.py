@@ -56,19 +56,22 @@ def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
     present, lines = reading.present, []
     if not reading.labels:
         least, most = (style.typeset(float(end), decimals_for(present)) for end in (present.min(), present.max()))
-        shown = f"Here {least} to {most}" if present.min() < present.max() else f"Here {least} for every head"
+        same = f"Here {least}" + " for every head" * (present.size > 1)
+        shown = f"Here {least} to {most}" if present.min() < present.max() else same
         lines.append(f"{shown}; possible: {bounds(reading.info).replace('-', '−')}.")
-    mark = "; black mark on the colour bar, if within its range" * (reading.null is not None)
+    mark = ""
+    if reading.null is not None:
+        mark = "; black mark on the colour bar" if _shows_null(reading) else "; outside the range of the colour bar"
     lines.append(capitalise(f"{short_caption(reading)}{mark}"))
     lines += [f"No value for {format_count(count, 'head')} (hatched): {why}" for why, count in reading.reasons.items()]
     return _caption(shapes, reading.info, lines)
 
 
-def curve_caption(shapes: Shapes, name: str) -> str:
-    """Format the caption of a fan of curves, with one line per statement."""
-    groups = groups_by_part(shapes, name)
+def curve_caption(shapes: Shapes, name: str, groups: Sequence[CurveGroup]) -> str:
+    """Format the caption of a fan of the groups' curves, with one line per statement."""
     alone = ", separately for each part" if len(groups) > 1 else ""
-    lines = [f"{format_count(len(shapes.curves[name]), 'head')}; black: median, dashed: quartiles{alone}."]
+    count = sum(len(group.curves) for group in groups)
+    lines = [format_count(count, "head") + f"; black: median, dashed: quartiles{alone}" * (count > 1) + "."]
     for group in groups:
         heads, steps = group.complete.shape
         if heads < len(group.curves):
@@ -84,11 +87,16 @@ def _caption(shapes: Shapes, info: MeasureInfo, lines: Sequence[str]) -> str:
 
 
 def short_curve_caption(shapes: Shapes, name: str) -> str:
-    """Describe the median and quartile lines; return "" if the model has several parts, which have a legend instead."""
+    """Describe the median and quartile lines.
+
+    Return "" if there is only one curve, or if the model has several parts, which have a legend instead.
+    """
     first, *others = groups_by_part(shapes, name)
     heads, steps = first.complete.shape
     some = f"black: median, quartiles of {heads} of {len(first.curves)} heads, ≥ {steps} steps"
-    return "" if others else some if heads < len(first.curves) else "median black, quartiles dashed"
+    if others or len(first.curves) == 1:
+        return ""
+    return some if heads < len(first.curves) else "median black, quartiles dashed"
 
 
 def short_caption(reading: MeasureMap) -> str:
@@ -184,11 +192,17 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
         # mean as a horizontal line, ± sd as a vertical line, with a white border
         (low, high), (mean, sd) = bar.ax.get_ylim(), reading.null
         ends = [max(low, mean - sd), min(high, mean + sd)]
-        for colour, width in (("white", 2.2), ("black", 1.0)) if low <= mean <= high else ():
+        for colour, width in (("white", 2.2), ("black", 1.0)) if _shows_null(reading) else ():
             bar.ax.plot([0.5, 0.5], ends, color=colour, linewidth=width, scalex=False, scaley=False)
             bar.ax.plot([0, 1], [mean, mean], color=colour, linewidth=width, scalex=False, scaley=False)
     if numbers and max(grid.values.shape) * CELL <= 8:  # the largest map on a page, in inches
         charts.write_cells(axes, _fit_numbers(reading), grid, colours)
+
+
+def _shows_null(reading: MeasureMap) -> bool:
+    """Return True if the mean of the null lies within the range of the map's colour bar."""
+    norm = scale(reading)[1]
+    return reading.null is not None and bool(0 <= norm(reading.null[0]) <= 1)
 
 
 def _fit_numbers(reading: MeasureMap) -> dict[tuple[int, int], str]:
@@ -292,7 +306,8 @@ def first_step(info: MeasureInfo) -> int:
 def fan_panel(shapes: Shapes, name: str, note: str, *, split: bool = False) -> Panel:
     """Build the panel of a curve, with one line per head and, if `split`, separate axes for each part of the model."""
     groups, draw = groups_by_part(shapes, name), partial(draw_fan, shapes=shapes, name=name)
-    title, caption, whole = heading(shapes.info(name)), curve_caption(shapes, name), partial(draw, groups=groups)
+    title, caption = heading(shapes.info(name)), curve_caption(shapes, name, groups)
+    whole = partial(draw, groups=groups)
     panel = Panel(name, title, note, caption, whole, rows=18, width=4.9, layers=shapes.layer_names)
     if not split or len(groups) < 2:
         return panel
@@ -350,6 +365,7 @@ def draw_depth(axes: Axes, shapes: Shapes, name: str, groups: Sequence[CurveGrou
 
 
 CROWDED = 24  # number of layers above which layers are drawn without gaps
+FEW = 4  # number of layers and of heads per layer up to which the overview's maps show their values
 ACROSS = 3
 NOTE = 54  # number of characters that fit under a panel's title
 HEIGHT = 2.0  # inches of a panel's axes
@@ -396,9 +412,11 @@ def page_rows(shapes: Shapes) -> list[list[Panel]]:
         maps = [name for name, reading in shapes.readings.items() if name not in parts and not reading.constant]
         name, depths = deep[0], groups_by_depth(shapes, deep[0])
         draw = partial(draw_depth, shapes=shapes, name=name, groups=depths)
-        caption = f"{curve_caption(shapes, name)}\nDotted: medians of the other groups."
+        others = "\nDotted: medians of the other groups." * (len(depths) > 1)
+        captions = [curve_caption(shapes, name, [group]) + others for group in depths]
         fans = [
-            Panel(name, g.title, g.note, caption, partial(draw, group=g), layers=shapes.layer_names) for g in depths
+            Panel(name, group.title, group.note, caption, partial(draw, group=group), layers=shapes.layer_names)
+            for group, caption in zip(depths, captions, strict=True)
         ]
         rows = [fans, [_noted_map(shapes, name) for name in maps[:ACROSS]]]
     elif len(groups[0]) > 1:
@@ -431,7 +449,8 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
 
 def _noted_map(shapes: Shapes, name: str) -> Panel:
     reading = shapes.readings[name]
-    return map_panel(shapes, name, short_caption(reading) or style.shorten_label(reading.info.meaning, NOTE))
+    note = short_caption(reading) or style.shorten_label(reading.info.meaning, NOTE)
+    return map_panel(shapes, name, note, numbers=max(reading.values.shape) <= FEW)
 
 
 def draw_shares(axes: Axes, shapes: Shapes, whole: str) -> None:

@@ -178,7 +178,7 @@ def scale_logarithmically(axes: Axes, which: Literal["x", "y"], subs: Sequence[f
 def scale_values(axes: Axes, least: float, most: float, *, logarithmic: bool) -> None:
     """Set the limits of the y axis slightly beyond `least` and `most`, on a linear or logarithmic scale."""
     if logarithmic:
-        scale_logarithmically(axes, "y")
+        scale_logarithmically(axes, "y", (1, 2, 5) if most < 100 * least else (1,))
         room = np.clip((most / least) ** 0.03, 1.25, 1.9)
         axes.set_ylim(least / room, most * room)
     else:

@@ -19,7 +19,7 @@ from attnlens.records import Effect, Healing, Outcome, Plan, Report, SiteSwap, S
 from attnlens.report.pictures import charts, style
 from attnlens.report.pictures.charts import Dot, Panel, Row, as_array
 from attnlens.report.sections.plans import BUDGETED, share
-from attnlens.report.sections.swaps import DESTROYED, EFFECTS, effect, effect_name, format_rise, formula, loss_decimals
+from attnlens.report.sections.swaps import DESTROYED, effect, effect_name, format_rise, formula, loss_decimals
 from attnlens.report.shapes import Names
 from attnlens.wording import big, capitalise, clean, decimals_for
 
@@ -45,7 +45,7 @@ MARKS: dict[ControlRole, tuple[str, str, str]] = {
 """Role of a control → marker in matplotlib, marker as a character, and description."""
 SITES = (
     "‖new − original‖ / ‖original‖ of the output of each layer's attention, computed on the original model's queries, "
-    "keys and values. Hatched: no value."
+    "keys and values."
 )
 """Caption of the picture of output errors by layer."""
 CROWDED = 24  # number of layers above which bars have no gaps
@@ -62,9 +62,12 @@ PARAMETERS = re.compile(r":(?:[^+]|(?<=\d[eE])\+)*")
 OUTLYING = 3.0  # ratio to usual effects (98th percentile, or stages) above which an effect is off the axis or scale
 ALWAYS = ("tokens.share_positive", "tokens.share_skew", "tokens.share_key", "ksvd.rank90", "tokens.entropy")
 """Predictors that are always drawn if they have values."""
+HARM = "what predicts harm"  # title of the pictures of predictors
 PICTURES = 6  # number of measures drawn: those in ALWAYS, then the strongest predictors
 SQUASHED = 30.0  # ratio of the largest to the median effect above which the axis has an asinh scale
 MOST_WRITTEN = 24  # number of layers or heads up to which a cell has room for its number
+LayerValues = dict[tuple[int, int], float | None]
+"""Sort key of a layer (see `_order`) → value; None for a missing value."""
 STEP_GAP = 0.17  # least distance between two labelled steps, as a share of the width
 DASHED: style.Style = {"linewidth": 0.8, "linestyle": (0, (4, 2))}  # line at the original model's value
 
@@ -89,7 +92,9 @@ def swap_panels(report: Report) -> list[Panel]:
     """Build the panels for separate files, including those on each kernel's sweep."""
     panels = [panel for panel in _overview_panels(report) if panel.stem not in ("stages", "sweep", "predictor")]
     pairs = [(swap, f"-{clean(swap.kernel)}" * (len(report.swaps) > 1)) for swap in report.swaps if swap.sweep]
-    panels += [_sweep_panel(swap, f"sweep{suffix}", report.model.layer_number) for swap, suffix in pairs]
+    for swap, suffix in pairs:
+        panel = _sweep_panel(swap, f"sweep{suffix}", report.model.layer_number)
+        panels.append(replace(panel, title=f"{panel.title}: {clean(swap.kernel)}" if suffix else panel.title))
     predicted = [(swap, suffix) for swap, suffix in pairs if swap.predictors]
     name = report.model.layer_name
     return panels + [_predictors_panel(swap, f"predictors{suffix}", name) for swap, suffix in predicted]
@@ -100,7 +105,8 @@ def _overview_panels(report: Report) -> list[Panel]:
         return list(_kernel_panels(report))
     swap, plan, number = report.swaps[0], report.plan, report.model.layer_number
     note, draw = "on the original's queries, keys and values", partial(draw_sites, swap=swap, number=number)
-    sites = Panel("sites", "output error by layer", note, SITES, draw, len(swap.sites))
+    caption = SITES + " Hatched: no value." * any(site.output_error is None for site in swap.sites)
+    sites = Panel("sites", "output error by layer", note, caption, draw, len(swap.sites))
     panels = [_stages_panel(swap), sites]
     panels += [_ranks_panel(plan, number)] if plan is not None else []
     panels += [_sweep_panel(swap, "sweep", number)] if swap.sweep else []
@@ -108,7 +114,8 @@ def _overview_panels(report: Report) -> list[Panel]:
         holding = [predictor for predictor in swap.predictors if predictor.holds]
         strongest = max(holding or swap.predictors, key=lambda predictor: abs(predictor.rho))
         panel = _scatter_panel(swap, strongest, report.model.layer_name)
-        panels.append(replace(panel, stem="predictor", title="what predicts harm"))
+        caption = f"{_predictor_caption(swap)} Here {panel.note}."
+        panels.append(replace(panel, stem="predictor", title=HARM, caption=caption))
     panels += [_healing_panel(swap, swap.healing)] if swap.healing is not None else []
     return panels
 
@@ -128,17 +135,17 @@ def _kernel_panels(report: Report) -> Iterator[Panel]:
     caption = " ".join([caption, *filter(None, cautions)])
     drawn = {control.role for swap in swaps for control in _drawn_controls(swap)}
     controls = ", ".join(f"{sign} {words}" for role, (_, sign, words) in MARKS.items() if role in drawn)
-    note = f"grey: {controls}" if controls else ""
-    caption += f" Controls in {note}." if note else ""
+    caption += f" Controls in grey: {controls}." * bool(controls)
+    note = "bars: 95 % intervals" + f"; grey: {controls}" * bool(controls)
     note = "no kernel has a value" if all(effect(swap, swap)[0] is None for swap in swaps) else note
     yield Panel("kernels", what, note, caption, partial(draw_kernels, swaps=swaps), 2 * len(swaps) + 2, width=6.0)
-    errors = [(swap.kernel, as_array(site.output_error for site in swap.sites)) for swap in swaps]
-    draw = partial(draw_layer_lines, lines=errors, label="‖new − original‖ / ‖original‖")
+    errors = [(swap.kernel, {_order(site): site.output_error for site in swap.sites}) for swap in swaps]
+    names = report.model.layer_name
+    draw = partial(draw_layer_lines, lines=errors, label="‖new − original‖ / ‖original‖", names=names)
     yield Panel("sites", "output error by layer", "", SITES, draw)
     if any(swap.sweep for swap in swaps) and not any(map(_of_heads, swaps)):
-        by_layer = [(swap.kernel, sorted(swap.sweep, key=lambda unit: unit.layer)) for swap in swaps]
-        harms = [(kernel, as_array(unit.delta for unit in units)) for kernel, units in by_layer]
-        draw = partial(draw_layer_lines, lines=harms, label=f"Δ of the {effect_name(swaps[0])}")
+        harms = [(swap.kernel, {_order(unit): unit.delta for unit in swap.sweep}) for swap in swaps]
+        draw = partial(draw_layer_lines, lines=harms, label=f"Δ of the {effect_name(swaps[0])}", names=names)
         caption = "Effect on the model if only that layer has the kernel."
         yield Panel("sweep", "each layer alone", "", caption, draw)
 
@@ -183,7 +190,9 @@ def _rise(outcome: Outcome, name: str, gap: str) -> str:
     """
     if outcome.perplexity is None or outcome.loss is None:
         return f"\n{DESTROYED}" * outcome.destroyed
-    rise, ends = format_rise(outcome.loss, outcome.perplexity, destroyed=outcome.destroyed)
+    rise, ends = (
+        text.replace("-", "−") for text in format_rise(outcome.loss, outcome.perplexity, destroyed=outcome.destroyed)
+    )
     name *= not outcome.destroyed
     return f"\n{name}{rise}{f'{gap}({ends})' if ends else ''}"
 
@@ -191,12 +200,14 @@ def _rise(outcome: Outcome, name: str, gap: str) -> str:
 def _stages_panel(swap: Swap) -> Panel:
     lossy, controls = swap.judged_by == "loss", _drawn_controls(swap)
     name = "loss by stage" if lossy else "distance by stage"
-    note = f"{'in %: perplexity, ' if lossy else 'bars: '}95 % interval; dashed: the original"
-    note = "in %: perplexity; grey: controls; ▶: off axis" if controls else note
+    perplexity = "left: perplexity; " * lossy
+    note = f"{perplexity}bars: 95 % interval; dashed: the original"
+    note = f"{perplexity}grey: controls; ▶: off axis" if controls else note
     rows = 2 * (1 + len(swap.stages) + len(controls)) if controls else 12
-    caption = f"{effect_name(swap)} of the original model (dashed), after each stage"
+    caption = f"{capitalise(effect_name(swap))} of the original model (dashed), after each stage"
     caption += ", and with each control (grey)" * bool(controls) + ". Bars: 95 % intervals of the difference."
-    caption += " In %: rise in the perplexity, with its interval." * lossy
+    caption += " Left: rise in the perplexity in % or as a factor ×, with its interval." * lossy
+    caption += " ▶: off axis." * bool(controls)
     return Panel("stages", name, note, caption, partial(draw_stages, swap=swap), rows)
 
 
@@ -266,18 +277,22 @@ def draw_sites(axes: Axes, swap: Swap, number: Names = str) -> None:
     charts.label_layers(axes, [number(site.layer) for site in sites], [site.part for site in sites])
 
 
-def draw_layer_lines(axes: Axes, lines: Sequence[tuple[str, Float[np.ndarray, " layers"]]], label: str) -> None:
+def draw_layer_lines(axes: Axes, lines: Sequence[tuple[str, LayerValues]], label: str, names: Names = str) -> None:
     """Draw one line per kernel over the layers, with gaps for missing values, and a line at 0."""
+    places = sorted({place for _, values in lines for place in values})
     bare = [clean(PARAMETERS.sub("", name)) for name, _ in lines]
-    names = bare if len(set(bare)) == len(bare) else [clean(name) for name, _ in lines]
+    kernels = bare if len(set(bare)) == len(bare) else [clean(name) for name, _ in lines]
+    arrays = [as_array(values.get(place) for place in places) for _, values in lines]
     axes.axhline(0, color="#999999", linewidth=0.6, zorder=0)
     axes.set_prop_cycle(**LINES)
-    for name, (_, values) in zip(names, lines, strict=True):
-        axes.plot(values, markersize=3, linewidth=1, label=style.shorten_label(name, LEGEND_NAME))
-    scale_widely(axes, "y", [float(np.nanmax(np.abs(values), initial=0.0)) for _, values in lines])
+    for kernel, values in zip(kernels, arrays, strict=True):
+        axes.plot(values, markersize=3, linewidth=1, label=style.shorten_label(kernel, LEGEND_NAME))
+    scale_widely(axes, "y", [float(np.nanmax(np.abs(values), initial=0.0)) for values in arrays])
     axes.set_xlabel("layer")
     axes.set_ylabel(label)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    charts.label_indices(axes.xaxis, [names(layer) for _, layer in places])
+    if len({part for part, _ in places}) > 1:  # the names of layers contain their part, so they are long
+        axes.tick_params(axis="x", labelrotation=90)
     style.legend_above(axes, 75)
 
 
@@ -300,6 +315,7 @@ def _sweep_panel(swap: Swap, stem: str, number: Names) -> Panel:
     noun, mark = ("head", "grey dot") if heads else ("layer", "hollow")
     note = f"{mark}: not significant at FDR 5 %" * any(map(_is_quiet, swap.sweep))
     caption = f"{clean(swap.kernel)}. Effect on the model if only that {noun} has the kernel."
+    caption += " Bars: 95 % intervals." * any(not heads and unit.ci95 is not None for unit in swap.sweep)
     caption += f" {capitalise(note)}." * bool(note)
     caption += " Crossed: diverged." * (heads and any(unit.delta is None for unit in swap.sweep))
     caption += " Numbers: effects beyond the colour scale." * heads
@@ -355,17 +371,20 @@ def _predictors_panel(swap: Swap, stem: str, name: Names) -> Panel:
     """Build the panel of several predictors: those in ALWAYS first, then those with the strongest correlations."""
     reasons = {} if swap.prediction is None else swap.prediction.left_out
     missing = "; ".join(f"{name}: {clean(reasons[name])}" for name in ALWAYS if name in reasons)
-    caption = (
-        f"What predicts the harm done by {clean(swap.kernel)}. Δ of the {effect_name(swap)} if only one head has the "
-        "kernel, against measures of that head on the same windows; one dot per head. ρ: Spearman correlation with a "
-        "bootstrap 95 % interval over heads; a measure holds if p < 0.05 after correction for all measures and the "
-        f"interval over layers excludes 0.{f' Not drawn: {missing}.' if missing else ''}"
-    )
+    caption = _predictor_caption(swap) + f" Not drawn: {missing}." * bool(missing)
     by_name = {predictor.measure: predictor for predictor in swap.predictors}
     first = [by_name.pop(name) for name in ALWAYS if name in by_name]
     others = sorted(by_name.values(), key=lambda predictor: -abs(predictor.rho))
     parts = [_scatter_panel(swap, predictor, name) for predictor in [*first, *others][:PICTURES]]
-    return replace(parts[0], stem=stem, caption=caption, parts=parts)
+    return replace(parts[0], stem=stem, title=HARM, caption=caption, parts=parts)
+
+
+def _predictor_caption(swap: Swap) -> str:
+    return (
+        f"{clean(swap.kernel)}. Δ of the {effect_name(swap)} if only one head has the kernel, against measures of that "
+        "head on the same windows; one dot per head. ρ: Spearman correlation with a bootstrap 95 % interval over "
+        "heads; a measure holds if p < 0.05 after correction for all measures and the interval over layers excludes 0."
+    )
 
 
 def _scatter_panel(swap: Swap, predictor: Predictor, name: Names) -> Panel:
@@ -388,7 +407,7 @@ def draw_predictor(axes: Axes, swap: Swap, predictor: Predictor) -> None:
     axes.locator_params(axis="x", nbins=5)
     scale_around_median(axes, "y", y)
     axes.set_xlabel(clean(predictor.measure))
-    axes.set_ylabel(f"Δ of the {EFFECTS[swap.judged_by]}")
+    axes.set_ylabel(f"Δ of the {effect_name(swap)}")
 
 
 def scale_around_median(axes: Axes, which: Literal["x", "y"], effects: Float[np.ndarray, " units"]) -> None:
@@ -437,11 +456,12 @@ def draw_ranks(axes: Axes, plan: Plan, number: Names = str) -> None:
 def _healing_panel(swap: Swap, healing: Healing) -> Panel:
     note = "dashed: original; " * (swap.judged_by == "loss") + "dotted: best; hollow: transfer"
     goal = "on the text" if healing.goal == "text" else "towards the original model"
-    caption = (
-        f"{clean(swap.kernel)}. {healing.parameters:,} parameters of these heads trained {goal}. Perplexity: of the "
-        f"evaluation text. Loss, KL or 1 − cosine of the last hidden states: on held-out calibration text. Dotted "
-        f"line: best step, {healing.best}. Hollow: attention transfer."
-    )
+    distance = "KL to the original model" if swap.task != "hidden" else "1 − cosine of the last hidden states"
+    caption = f"{clean(swap.kernel)}. {healing.parameters:,} parameters of these heads trained {goal}."
+    caption += " Perplexity: of the evaluation text." * (swap.judged_by == "loss")
+    caption += f" {'Loss' if healing.goal == 'text' else distance}: on held-out calibration text."
+    caption += " Dashed line: the original model." * (swap.judged_by == "loss")
+    caption += f" Dotted line: best step, {healing.best}. Hollow: attention transfer."
     return Panel("healing", "healing", note, caption, partial(draw_healing, swap=swap, healing=healing), 14)
 
 

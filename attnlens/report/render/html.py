@@ -66,6 +66,7 @@ def file_names(stems: Iterable[str]) -> list[str]:
     return names
 
 
+WIDEST = 12  # number of columns above which a table is split by group, to fit on a screen
 SCRIPTS = ("data", "state", "scale", "map", "curves", "attention", "head", "table", "start")
 """Names of the files that form the page's script, in the order in which they run."""
 
@@ -98,7 +99,8 @@ def _template(name: str = "page.html.jinja") -> Template:
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     # clean every plain string, but not the Markup that the template itself produced
     page.finalize = lambda value: clean(value) if type(value) is str else value
-    page.globals |= {"data_url": embed_picture, "sort_by_group": sort_by_group, "runs": _runs}
+    page.globals |= {"data_url": embed_picture, "split_columns": _split_columns, "runs": _runs}
+    page.globals["typeset_minus"] = _typeset_minus
     return page.get_template(name)
 
 
@@ -110,6 +112,19 @@ def _file(name: str) -> str:
 def _hash(text: str) -> str:
     """Return the hash of a script or style in the syntax of a content security policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _split_columns(columns: Sequence[Column]) -> list[list[Column]]:
+    """Split the columns of a wide table, so that each group gets a table; other tables stay whole."""
+    ordered = sort_by_group(columns)
+    if len(ordered) <= WIDEST:
+        return [ordered]
+    return [[*members] for _, members in groupby(ordered, key=lambda column: column.group)]
+
+
+def _typeset_minus(text: str) -> str:
+    """Replace the hyphen before a number with a minus sign."""
+    return re.sub(r"(?<![^\W_])-(?=[\d.])", "−", text)
 
 
 def _runs(columns: Sequence[Column]) -> list[tuple[str, int]]:

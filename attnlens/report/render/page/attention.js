@@ -7,7 +7,7 @@ function attentionPicture(rows) {
   if (!rows) return [];
   const count = Math.max(rows.queries.length, rows.keys.length),
     high = count * LINE.high;
-  const note = make("p", { id: "attends", role: "status" }, "Hover or focus a token.");
+  const note = make("p", { id: "attends", role: "status" }, "Left: queries; right: the keys that they attend to. Hover or focus a token.");
   const lines = draw("svg", {
     class: "lines",
     viewBox: `0 0 ${LINE.wide} ${high}`,
