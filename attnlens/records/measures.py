@@ -200,7 +200,7 @@ class Coverage(Record):
     @property
     def sentence(self) -> str:
         """Summary: `COMPLETE: 72 of 72 heads`, or `PARTIAL: 60 of 72 heads, without tokens.*, because …`."""
-        count = f"{self.analysed} of {self.heads} heads"
+        count = f"{self.analysed} of {format_count(self.heads, 'head')}"
         if self.complete:
             return f"COMPLETE: {count}"
         lacking = sorted(self.skipped, key=lambda skip: skip.measure not in self.without)  # missing sources come first

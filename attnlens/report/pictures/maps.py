@@ -26,6 +26,7 @@ from attnlens.wording import (
     clean,
     decimals_for,
     format_count,
+    format_number,
     group_pairs,
     join_items,
     short,
@@ -55,10 +56,10 @@ def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
     """Format the caption of a map, with lines on meaning, range, null or error, missing values and coverage."""
     present, lines = reading.present, []
     if not reading.labels:
-        least, most = (style.typeset(float(end), decimals_for(present)) for end in (present.min(), present.max()))
+        least, most = (format_number(float(end), decimals_for(present)) for end in (present.min(), present.max()))
         same = f"Here {least}" + " for every head" * (present.size > 1)
         shown = f"Here {least} to {most}" if present.min() < present.max() else same
-        lines.append(f"{shown}; possible: {bounds(reading.info).replace('-', '−')}.")
+        lines.append(f"{shown}; possible: {bounds(reading.info)}.")
     mark = ""
     if reading.null is not None:
         mark = "; black mark on the colour bar" if _shows_null(reading) else "; outside the range of the colour bar"
@@ -103,7 +104,7 @@ def short_caption(reading: MeasureMap) -> str:
     """Format the null as mean ± sd or, without a null, `not identified`, the number of inputs, and the median error."""
     if reading.null is not None:
         decimals = decimals_for(reading.null[1:] if reading.null[1] else reading.null, figures=2)
-        mean, sd = (style.typeset(number, decimals) for number in reading.null)
+        mean, sd = (format_number(number, decimals) for number in reading.null)
         return f"chance {mean} ± {sd} (mean ± sd of one head)"
     texts = ["not identified"] if reading.info.identified == "nowhere" else []
     if reading.error is not None:
@@ -211,7 +212,7 @@ def _fit_numbers(reading: MeasureMap) -> dict[tuple[int, int], str]:
     known = [(at, value) for at, value in np.ndenumerate(reading.values) if not np.isnan(value)]
     # fewer decimals than in the table are better than no numbers
     for decimals in range(full, min(2, full) - 1, -1):
-        texts = {at: style.typeset(value, decimals) for at, value in known}
+        texts = {at: format_number(value, decimals) for at, value in known}
         if max(map(len, texts.values())) <= most:
             return texts
     return {}
@@ -271,7 +272,7 @@ class CurveGroup:
     @property
     def note(self) -> str:
         """Median and quartiles of the curves' first values, and the number of heads, as text."""
-        low, middle, high = (style.typeset(float(value), 2) for value in self.quartiles[:, 0])
+        low, middle, high = (format_number(float(value), 2) for value in self.quartiles[:, 0])
         return f"starts at {middle} (quartiles {low} to {high}), {format_count(len(self.curves), 'head')}"
 
 

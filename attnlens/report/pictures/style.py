@@ -17,8 +17,6 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, Formatter, Locator, LogLocator, NullFormatter, NullLocator
 
-from attnlens.wording import format_number
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -100,11 +98,6 @@ def encode_figure(figure: Figure, suffix: str, dpi: float | Literal["figure"] = 
 def shorten_label(text: str, width: int) -> str:
     """Shorten a text of more than `width` characters to that width, with `…` at its end."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
-
-
-def typeset(number: float, decimals: int) -> str:
-    """Format a number with this many decimals and a true minus sign."""
-    return format_number(number, decimals).replace("-", "−")
 
 
 class Powers(Formatter):

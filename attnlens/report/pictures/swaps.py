@@ -21,7 +21,7 @@ from attnlens.report.pictures.charts import Dot, Panel, Row, as_array
 from attnlens.report.sections.plans import BUDGETED, share
 from attnlens.report.sections.swaps import DESTROYED, effect, effect_name, format_rise, formula, loss_decimals
 from attnlens.report.shapes import Names
-from attnlens.wording import big, capitalise, clean, decimals_for
+from attnlens.wording import big, capitalise, clean, decimals_for, format_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -190,9 +190,7 @@ def _rise(outcome: Outcome, name: str, gap: str) -> str:
     """
     if outcome.perplexity is None or outcome.loss is None:
         return f"\n{DESTROYED}" * outcome.destroyed
-    rise, ends = (
-        text.replace("-", "−") for text in format_rise(outcome.loss, outcome.perplexity, destroyed=outcome.destroyed)
-    )
+    rise, ends = format_rise(outcome.loss, outcome.perplexity, destroyed=outcome.destroyed)
     name *= not outcome.destroyed
     return f"\n{name}{rise}{f'{gap}({ends})' if ends else ''}"
 
@@ -233,7 +231,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     labels += [style.shorten_label(clean(control.kernel or control.role), CONTROL_NAME) for control in controls]
     names = [f"{label}{_rise(outcome, '', gap) * lossy}" for label, outcome in zip(labels, outcomes, strict=True)]
     known = [stage.perplexity.before for stage in swap.stages if stage.perplexity is not None and lossy]
-    first = f"original\nperplexity {style.typeset(known[0], decimals_for(known[:1]))}" if known else "original"
+    first = f"original\nperplexity {format_number(known[0], decimals_for(known[:1]))}" if known else "original"
     charts.dot_plot(axes, [[dot] for dot in dots], [first, *names])
     for label in axes.get_yticklabels()[1 + stages :]:
         label.set_color(style.MUTED)
@@ -242,7 +240,7 @@ def draw_stages(axes: Axes, swap: Swap) -> None:
     white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
     for row, (dot, value) in enumerate(zip(dots, values, strict=True)):
         if dot.value is not None and value is not None:
-            axes.annotate(style.typeset(value, decimals), (dot.value, row), (0, 7), bbox=white, **above)
+            axes.annotate(format_number(value, decimals), (dot.value, row), (0, 7), bbox=white, **above)
     axes.margins(x=0.16)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.set_xlabel(effect_name(swap))
@@ -352,7 +350,7 @@ def draw_sweep(axes: Axes, swap: Swap, number: Names = str) -> None:
     above: style.Style = {"textcoords": "offset points", "ha": "center", "fontsize": 5, "zorder": 3}
     for row, column in np.argwhere(np.abs(grid.values) > half):
         delta = grid.values[row, column]
-        text = style.typeset(delta, decimals_for([delta], 2))
+        text = format_number(delta, decimals_for([delta], 2))
         axes.annotate(text, (column, row), (0, 3), color="white" if signed else "black", **above)
 
 
@@ -388,9 +386,9 @@ def _predictor_caption(swap: Swap) -> str:
 
 
 def _scatter_panel(swap: Swap, predictor: Predictor, name: Names) -> Panel:
-    low, high = (style.typeset(end, 2) for end in predictor.heads_ci95 or (math.nan, math.nan))
+    low, high = (format_number(end, 2) for end in predictor.heads_ci95 or (math.nan, math.nan))
     ends = "" if predictor.heads_ci95 is None else f" [{low}, {high}]"
-    note = f"ρ {style.typeset(predictor.rho, 2)}{ends} over heads; {'holds' if predictor.holds else 'does not hold'}"
+    note = f"ρ {format_number(predictor.rho, 2)}{ends} over heads; {'holds' if predictor.holds else 'does not hold'}"
     layers = [name(layer) for layer in range(1 + max(unit.layer for unit in swap.sweep))]
     draw = partial(draw_predictor, swap=swap, predictor=predictor)
     return Panel(predictor.measure, clean(predictor.measure), note, "", draw, 9, width=2.1, layers=layers)

@@ -100,7 +100,6 @@ def _template(name: str = "page.html.jinja") -> Template:
     # clean every plain string, but not the Markup that the template itself produced
     page.finalize = lambda value: clean(value) if type(value) is str else value
     page.globals |= {"data_url": embed_picture, "split_columns": _split_columns, "runs": _runs}
-    page.globals["typeset_minus"] = _typeset_minus
     return page.get_template(name)
 
 
@@ -120,11 +119,6 @@ def _split_columns(columns: Sequence[Column]) -> list[list[Column]]:
     if len(ordered) <= WIDEST:
         return [ordered]
     return [[*members] for _, members in groupby(ordered, key=lambda column: column.group)]
-
-
-def _typeset_minus(text: str) -> str:
-    """Replace the hyphen before a number with a minus sign."""
-    return re.sub(r"(?<![^\W_])-(?=[\d.])", "−", text)
 
 
 def _runs(columns: Sequence[Column]) -> list[tuple[str, int]]:
