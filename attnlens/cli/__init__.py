@@ -17,8 +17,9 @@ from attnlens.cli.exit_codes import leave
 
 def main() -> None:
     """Run the program and exit."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise the caller ignores or handles it
-        signal.signal(signal.SIGINT, leave)
+    for stop, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        if signal.getsignal(stop) is usual:  # otherwise the caller ignores or handles it
+            signal.signal(stop, leave)
     gc.disable()  # until the work begins: imported objects stay alive
     from attnlens.cli.entry import run
 

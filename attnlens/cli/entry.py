@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from attnlens.arguments import format_argument
 from attnlens.cli.commands import app, help_for
-from attnlens.cli.exit_codes import READER_LEFT, UNUSABLE, leave
+from attnlens.cli.exit_codes import READER_LEFT, STOPS, UNUSABLE, leave
 from attnlens.cli.outputs import guard_stdout
 from attnlens.cli.parameters import parameter_of
 from attnlens.cli.show import complain, expect_json, interrupt, report_failure, write_json_error
@@ -50,7 +50,8 @@ REMOVED = {  # Remedies for options and commands of earlier versions, and for op
 def run() -> None:
     """Run this process's command line, and exit with the resulting code."""
     code = exit_code()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all output is already written
+    for stop in STOPS:
+        signal.signal(stop, signal.SIG_IGN)  # all output is already written
     if code == 0:
         gc.freeze()  # the process ends anyway; a last collection would take a fifth of the time of `list`
         sys.exit(0)
@@ -146,8 +147,9 @@ def _keywords(kind: type[Request]) -> set[str]:
 
 def _prepare() -> None:
     """Prepare streams, terminal size and libraries. Raise UsageError if stdout is closed or Python runs with -OO."""
-    if signal.getsignal(signal.SIGINT) is leave:
-        signal.signal(signal.SIGINT, interrupt)  # from here on, finished work is kept
+    for stop in STOPS:
+        if signal.getsignal(stop) is leave:
+            signal.signal(stop, interrupt)  # from here on, finished work is kept
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123  # it stays open until the program exits
     for stream in (sys.stdout, sys.stderr):

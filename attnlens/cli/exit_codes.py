@@ -13,6 +13,9 @@ INTERRUPTED = 130  # Exit code of an interrupted command
 READER_LEFT = 141  # Exit code (that of SIGPIPE) if the reader of stdout closes the pipe early, like `head`
 
 
+STOPS = (signal.SIGINT, signal.SIGTERM)  # Signals that end a command; finished work is kept
+
+
 def leave(_signal: int = signal.SIGINT, _frame: object = None) -> None:
     """Exit at once with the code INTERRUPTED, without cleaning up."""
     os.write(2, b"Interrupted.\n")

@@ -212,8 +212,8 @@ QUIET = option("-q --quiet", bool, "Do not print results or progress.", panel=OU
 REPORT_OPTIONS = JSON | QUIET | option("--no-progress", bool, "Do not print progress.", panel=OUTPUT) | DEBUG
 """Options of every command that makes a report."""
 FIGURE = (
-    "Draw pictures as `.png`, `.svg` or `.pdf`. DIR: write all pictures to this folder. FILE: draw the "
-    "overview, or the picture that the file is named after (e.g. `symmetry.pdf`). Captions are written to FILE.txt."
+    "Draw pictures as `.png`, `.svg` or `.pdf` (`--bare`: for a paper). DIR: write all pictures to this folder. FILE: "
+    "draw the overview, or the picture that the file is named after (e.g. `symmetry.pdf`). Captions: FILE.txt."
 )
 BARE = "Draw the pictures of --figure for a paper: 8-point text, 3.4 or 7 inches wide, without a title or notes."
 VERBOSE = "Also show settings, versions, timings, memory use, notes and, if there are any, further tables."

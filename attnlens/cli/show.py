@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from attnlens.cli.exit_codes import BUG, INTERRUPTED, PARTLY, UNUSABLE, leave
+from attnlens.cli.exit_codes import BUG, INTERRUPTED, PARTLY, STOPS, UNUSABLE, leave
 from attnlens.errors import AttnlensError, ShardFinished, is_memory
 from attnlens.wording import clean, shorten_line
 
@@ -115,15 +115,16 @@ def write_json_error(code: str, problem: str, remedy: str) -> None:
 @contextmanager
 def interruptible_at_once() -> Iterator[None]:
     """Exit at once on an interruption inside the block, because imports may swallow KeyboardInterrupt."""
-    before = signal.getsignal(signal.SIGINT)
-    if before not in (interrupt, signal.default_int_handler):  # the caller ignores or handles it
-        yield
-        return
-    signal.signal(signal.SIGINT, leave)
+    before = {stop: signal.getsignal(stop) for stop in STOPS}
+    # if the caller ignores or handles a signal, it keeps its handler
+    ours = [stop for stop in STOPS if before[stop] in (interrupt, signal.default_int_handler)]
+    for stop in ours:
+        signal.signal(stop, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for stop in ours:
+            signal.signal(stop, before[stop])
 
 
 def guard(command: Callable[..., None]) -> Callable[..., None]:

@@ -108,7 +108,7 @@ def test_the_table_shows_every_rule_the_csv_every_head_and_checks_survive_the_fi
     assert attnlens.read_report(tmp_path / "r.json").to_json() == report.to_json()
     shown = views.printed(checked.document(report))
     assert "FAILED: 2 of 4 rules" in " ".join(shown.split())
-    assert shown.count("FAILS") == 2
+    assert shown.count("FAILED") == 3, "the heading and two rows"
     assert "layer 1 head 1: weights.planted is 0.05, wanted min > 0.15" in shown
     rows = list(csv.DictReader(StringIO(spreadsheet(checked.rows(report)))))
     assert [(row["rule"], row["layer"], row["value"]) for row in rows] == [
@@ -131,9 +131,9 @@ def test_a_baseline_shows_the_value_found_beside_baseline_and_tolerance():
     text = markdown(checked.document(judged))
     assert "| rule | found | baseline | tolerance | heads | verdict |" in text
     shown = "both values are of the head that deviates most; medians could be equal"
-    assert re.search(r"\| weights.planted \| worst 0.5 \| 0.3 \| ±5 %[^|]* \| 2 of 4 fail \| FAILS \|", text), shown
+    assert re.search(r"\| weights.planted \| worst 0.5 \| 0.3 \| ±5 %[^|]* \| 2 of 4 fail \| FAILED \|", text), shown
     same = markdown(checked.document(check_report(first, {}, build_baseline(first))))
-    assert re.search(r"\| weights.planted \| median 0.25 \| median 0.25 \| ±5 %[^|]* \| 4 \| holds \|", same)
+    assert re.search(r"\| weights.planted \| median 0.25 \| median 0.25 \| ±5 %[^|]* \| 4 \| passed \|", same)
     assert checked.rows(judged)[-1] | {"baseline.median": 0.25, "median": 0.35} == checked.rows(judged)[-1]
 
 

@@ -161,7 +161,7 @@ def test_stdout_by_its_name_is_written_and_not_replaced(tmp_path):
     assert in_shell(f"attnlens {LINE} --csv /dev/stdout > {tmp_path}/both").returncode == 0
     both = (tmp_path / "both").read_text()
     assert both.startswith("layer,head,")
-    assert "COMPLETE: 1 of 1 heads" in both
+    assert "COMPLETE: 1 of 1 head" in both
     substituted = in_shell(f"attnlens {LINE} -q --csv >(cat > {tmp_path}/sub); wait $!; cat {tmp_path}/sub")
     assert substituted.stdout == piped.stdout
 
@@ -245,7 +245,7 @@ def test_progress_lines_count_all_units_and_the_time_left_and_name_what_is_count
     lines = [f"{done} of 10 sites and batches, 0:00:{left} left" for done, left in ((3, 28), (6, 16), (9, "04"))]
     assert capsys.readouterr().err.splitlines() == [f"parts of the run: {line}" for line in lines]
     counted = {
-        "budget": "1 of 4 calibration windows read",
+        "budget": "1 of 4 windows in several passes",
         "linear, compare": "1 of 4 tokens",
         "rank, nuclear, d=10": "1 of 4 trials",
         "heal": "25 % of the training",
@@ -317,12 +317,12 @@ def test_a_model_that_was_not_saved_is_not_announced(tmp_path, monkeypatch):
     assert "Wrote r.json\n" in result.stderr
 
 
-SLOW = "about 33 minutes left"
+SLOW = "about 33 minutes left in this stage"
 FEWER = " Fewer --windows or --layers make it shorter."
 FORECASTS = [  # stage, seconds of its reports, total steps, options of the command, line on stderr
     ("budget", [0.3 * done for done in range(30)], 100, ("windows",),
-     "about 25 seconds left. Fewer --windows make it shorter, but the chosen ranks can be larger."),
-    ("converge", [0, 2, 4, 6, 8], 60, (), "about 114 seconds left."),
+     "about 25 seconds left in this stage. Fewer --windows make it shorter, but the chosen ranks can be larger."),
+    ("converge", [0, 2, 4, 6, 8], 60, (), "about 114 seconds left in this stage."),
     ("sweep", [0, 2, 4, 6, 8], 60, (), None),  # only stages of `converge` are announced after a minute
     ("sweep", [0, 2, 4, 6, 8], 1000, ("windows", "layers", "generate"), f"{SLOW}.{FEWER}"),
     *(("sweep", seconds, 1000, ("windows", "layers"), None) for seconds in (

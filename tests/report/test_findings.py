@@ -357,7 +357,10 @@ def test_a_plan_states_the_numbers_kept_the_cache_and_whether_the_budget_holds()
     bounds = {"promised": unsure}, {"promised": None, "estimated": None, "measured": unsure}
     for changes, other in zip(bounds, (True, False), strict=True):
         verdict = answers(planned(**changes))["Within budget?"]
-        assert (verdict.answer.partition(":")[0], verdict.severity) == ("Here, but not guaranteed", "problem")
+        assert (verdict.answer.partition(":")[0], verdict.severity) == (
+            "On these windows, but not guaranteed",
+            "problem",
+        )
         assert ("Other windows of these texts could cost up to +2" in verdict.evidence) == other
     sure = unsure.model_copy(update={"ci95": (0.0, plan.budget)})
     verdict = answers(planned(promised=None, estimated=None, measured=sure))["Within budget?"]
@@ -382,7 +385,7 @@ def test_the_hardening_of_a_head_is_a_sentence() -> None:
     assert finding.answer == (
         "The selected token gets 77.1 % of the weight (median over the SVM's queries; 100 %: hard selection)."
     )
-    assert finding.evidence == "With its SVM's scores, scaled to the head's norm: 100 %."
+    assert finding.evidence == "The SVM's solution, scaled to the head's norm, would give it 100 %."
 
 
 def test_q_values_are_those_of_scipy() -> None:

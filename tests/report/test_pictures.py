@@ -146,7 +146,8 @@ def test_the_caption_gives_null_error_count_model_coverage_and_range(monkeypatch
     shapes = Shapes(synthetic_report(4, 4, sequences=7))
     assert not absent(
         panel(shapes, "weights.symmetry").texts[-1].get_text(),
-        "Chance 0.0013 ± 0.0018 (mean ± sd of one head)",
+        "Chance 0.0013 ± 0.0018 (sd of one head)",
+        "Dots: heads beyond chance at a false-discovery rate of 2",
         "bert-base-uncased · BertForMaskedLM · 110 M parameters",
         "4 layers × 4 heads · COMPLETE: 16 of 16 heads",
     )
@@ -163,7 +164,7 @@ def test_the_caption_gives_null_error_count_model_coverage_and_range(monkeypatch
             measure = head.measures["weights.planted"]
             head.measures["weights.planted"] = measure.model_copy(update={"null": Null(mean=null, sd=0.1)})
         lone = Shapes(report)
-        assert f"(mean ± sd of one head); {place}" in maps.full_caption(lone, lone.readings["weights.planted"])
+        assert f"(sd of one head); {place}" in maps.full_caption(lone, lone.readings["weights.planted"])
     for low, high, possible in ((0, None, "0 to ∞"), (None, 5, "−∞ to 5"), (-1, 5, "−1 to 5"), (None, None, "any")):
         register(monkeypatch, low=low, high=high)
         shapes = Shapes(planted(np.array([[0.0, 0.5], [1.25, 3.0]])))

@@ -678,7 +678,7 @@ def test_changes_of_blocks_have_a_practical_size():
     small, answers = compared(own, changed(own, rms_norm_eps=1e-5))
     assert [(block.negligible, block.named, block.smallest) for block in small.blocks] == [(True, False, 1e-3)] * 2
     assert all(0 < block.change < 1e-4 for block in small.blocks)
-    assert answers["Changed?"] == "None of 12 heads changed by itself."
+    assert answers["Changed?"] == "None of 12 heads changed."
     large, _ = compared(own, changed(own, disturb("model.layers.1.mlp.up_proj.weight")), windows=4, length=24)
     assert [(block.negligible, block.named) for block in large.blocks] == [(True, False), (False, True)]
 

@@ -560,6 +560,6 @@ def test_an_analyzer_of_another_shape_is_refused_by_name(demo, monkeypatch, sour
 def test_a_part_of_a_model_is_shown_with_the_size_of_the_whole(demo):
     options = {"windows": 2, "length": 16, "analyzers": ["symmetry"], "source": "weights"}
     part = attnlens.inspect(demo, layers=[1], heads=[3], **options)
-    assert "1 layer × 1 head of 4 layers with 32 heads" in facts.build_heading(part, whole=False).facts
+    assert "1 layer × 1 head (of 4 layers, 32 heads in total)" in facts.build_heading(part, whole=False).facts
     whole = attnlens.inspect(demo, **options)
     assert ", 4 layers × 8 heads ·" in facts.build_heading(whole, whole=False).facts

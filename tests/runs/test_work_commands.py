@@ -240,7 +240,11 @@ def test_healing_begins_anew_if_its_state_is_damaged_or_with_resume_false(tmp_pa
     assert f"the file is renamed to {state.name}.damaged" in caplog.text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM, signal.SIGKILL],
+    ids=["interrupted", "ended", "killed"],
+)
 @pytest.mark.parametrize("case", ["inspect"], indirect=True)
 def test_the_program_reports_what_is_finished_after_ctrl_c_and_resumes_after_any_end(case, whole, number, tmp_path):
     work, path = tmp_path / "work", tmp_path / "report.json"
@@ -250,8 +254,8 @@ def test_the_program_reports_what_is_finished_after_ctrl_c_and_resumes_after_any
     printed = process.communicate()[1]
     units = len(finished(work))
     assert 5 <= units < 16
-    assert path.exists() == (number == signal.SIGINT)
-    if number == signal.SIGINT:
+    assert path.exists() == (number != signal.SIGKILL)
+    if number != signal.SIGKILL:
         assert process.returncode == 130, printed
         assert "Interrupted" in printed
         assert json.loads(path.read_text())["coverage"]["skipped"][0]["reason"] == "the run was interrupted"

@@ -60,7 +60,9 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     changes = Changes.of(comparison)
     count = len(changes.own)
     answer = (
-        f"{count} of {heads} changed" if count else f"None of {heads} changed{' by itself' * bool(changes.inherited)}"
+        f"{count} of {heads} changed"
+        if count
+        else f"None of {heads} changed{' by itself' * bool(changes.inherited or changes.others)}"
     )
     if not count and all(row.measure != OWN_ROWS for row in comparison.rows):
         answer = f"The form M changed in none of {heads}"

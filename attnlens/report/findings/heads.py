@@ -200,7 +200,7 @@ def _by_content(tests: HeadTests) -> Finding | None:
         none = readings[ruled[0][1]].present.size - sum(count for _, count in counts)
         answer += f", none in {none}" if none > 0 else ""
     parts = "; ".join(
-        f"{SHARES[name][0]} {_percent(reading, tests.shapes)}"
+        f"{SHARES[name][0].removeprefix('the ').removesuffix(' alone')} {_percent(reading, tests.shapes)}"
         for name, reading in sorted(readings.items(), key=lambda item: -middle(item[1].values))
     )
     name = "Shares" if single else "Medians"

@@ -114,11 +114,13 @@ def hatch_box(axes: Axes, corner: tuple[float, float], width: float, height: flo
     axes.add_patch(Rectangle(corner, width, height, **look))
 
 
-def mark_cells(axes: Axes, cells: Bool[np.ndarray, "layers heads"], colour: str, edge: str = "none") -> None:
-    """Draw a dot in each cell that is True."""
+def mark_cells(
+    axes: Axes, cells: Bool[np.ndarray, "layers heads"], colour: str, edge: str = "none", *, below: float = 0.0
+) -> None:
+    """Draw a dot in each cell that is True, `below` cells under its centre."""
     size = [min(0.25, 0.014 * max(cells.shape))]
     colours: style.Style = {"facecolors": colour, "edgecolors": edge, "linewidths": 0.4, "zorder": 2}
-    offsets: style.Style = {"offsets": np.argwhere(cells)[:, ::-1], "offset_transform": axes.transData}
+    offsets: style.Style = {"offsets": np.argwhere(cells)[:, ::-1] + [0, below], "offset_transform": axes.transData}
     units: Literal["x", "y"] = "x" if cells.shape[1] >= cells.shape[0] else "y"
     axes.add_collection(EllipseCollection(size, size, [0], units=units, **offsets, **colours), autolim=False)
 

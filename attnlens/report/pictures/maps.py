@@ -16,6 +16,7 @@ from matplotlib.colors import BoundaryNorm, CenteredNorm, ListedColormap, Normal
 from attnlens.analyzers.registry import MeasureInfo
 from attnlens.choices import WHERE_POSED
 from attnlens.errors import UsageError
+from attnlens.report.findings.heads import CHANCE, LEVEL, HeadTests
 from attnlens.report.pictures import charts, style
 from attnlens.report.pictures.charts import Colours, HeadGrid, Panel
 from attnlens.report.sections.facts import state_whole
@@ -35,7 +36,7 @@ from attnlens.wording import (
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -64,6 +65,10 @@ def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
     if reading.null is not None:
         mark = "; black mark on the colour bar" if _shows_null(reading) else "; outside the range of the colour bar"
     lines.append(capitalise(f"{short_caption(reading)}{mark}"))
+    if reading.name in CHANCE:
+        lines.append(
+            f"Dots: heads beyond chance at a false-discovery rate of {100 * LEVEL:g} % over heads and measures."
+        )
     lines += [f"No value for {format_count(count, 'head')} (hatched): {why}" for why, count in reading.reasons.items()]
     return _caption(shapes, reading.info, lines)
 
@@ -105,7 +110,7 @@ def short_caption(reading: MeasureMap) -> str:
     if reading.null is not None:
         decimals = decimals_for(reading.null[1:] if reading.null[1] else reading.null, figures=2)
         mean, sd = (format_number(number, decimals) for number in reading.null)
-        return f"chance {mean} ± {sd} (mean ± sd of one head)"
+        return f"chance {mean} ± {sd} (sd of one head)"
     texts = ["not identified"] if reading.info.identified == "nowhere" else []
     if reading.error is not None:
         counts = reading.counts
@@ -196,8 +201,17 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
         for colour, width in (("white", 2.2), ("black", 1.0)) if _shows_null(reading) else ():
             bar.ax.plot([0.5, 0.5], ends, color=colour, linewidth=width, scalex=False, scaley=False)
             bar.ax.plot([0, 1], [mean, mean], color=colour, linewidth=width, scalex=False, scaley=False)
-    if numbers and max(grid.values.shape) * CELL <= 8:  # the largest map on a page, in inches
-        charts.write_cells(axes, _fit_numbers(reading), grid, colours)
+    texts = _fit_numbers(reading) if numbers and max(grid.values.shape) * CELL <= 8 else {}  # inches of a page
+    charts.write_cells(axes, texts, grid, colours)
+    if reading.name in CHANCE:
+        charts.mark_cells(axes, _beyond_chance(shapes, reading.name), "white", style.INK, below=0.33 * bool(texts))
+
+
+def _beyond_chance(shapes: Shapes, name: str) -> Bool[np.ndarray, "layers heads"]:
+    """Return True for the heads whose value of a measure differs significantly from chance."""
+    beyond = np.zeros((len(shapes.layers), len(shapes.heads)), dtype=bool)
+    beyond[shapes.cells] = HeadTests(shapes).signs.get(name, 0) != 0
+    return beyond
 
 
 def _shows_null(reading: MeasureMap) -> bool:
@@ -230,6 +244,9 @@ def scale(reading: MeasureMap) -> Colours:
     cut_low, cut_high = low - least > high - low > 0, most - high > high - low > 0
     extend = ("neither", "min", "max", "both")[cut_low + 2 * cut_high]
     low, high = low if cut_low else least, high if cut_high else most
+    if reading.present.size == 1:  # the colour of a single value shows its place in the possible range
+        low = low if reading.info.low is None else reading.info.low
+        high = high if reading.info.high is None else reading.info.high
     if (reading.info.low or 0.0) < 0 or reading.present.min() < 0:
         half = max(abs(low), abs(high)) or 1.0
         return style.DIVERGING, CenteredNorm(0, half), extend
@@ -451,6 +468,7 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
 def _noted_map(shapes: Shapes, name: str) -> Panel:
     reading = shapes.readings[name]
     note = short_caption(reading) or style.shorten_label(reading.info.meaning, NOTE)
+    note += "; dots: beyond it" * (name in CHANCE)
     return map_panel(shapes, name, note, numbers=max(reading.values.shape) <= FEW)
 
 
