@@ -198,7 +198,7 @@ def _by_content(tests: HeadTests) -> Finding | None:
         answer = f"{capitalise(part)} explains {half}" + ("" if single else f" in {count} of {of}")
         answer += "".join(f", {part} in {count}" for part, count in others)
         none = readings[ruled[0][1]].present.size - sum(count for _, count in counts)
-        answer += f", none in {none}" if none > 0 else ""
+        answer += f", no single part in {none}" if none > 0 else ""
     parts = "; ".join(
         f"{SHARES[name][0].removeprefix('the ').removesuffix(' alone')} {_percent(reading, tests.shapes)}"
         for name, reading in sorted(readings.items(), key=lambda item: -middle(item[1].values))
