@@ -192,7 +192,7 @@ def test_a_causal_model_has_the_identified_shares_and_the_reason_for_the_others(
         assert sum(value for name, value in values.items() if name.startswith("extended.")) == pytest.approx(1)
         for name in ("share_positive", "share_negative", "share_skew", "definite"):
             assert values[f"tokens.{name}"] is None
-            assert "not identified" in head.measures[f"tokens.{name}"].reason
+            assert "a causal head never scores" in head.measures[f"tokens.{name}"].reason
     plain = attnlens.inspect(demo, source="tokens", windows=1, length=16)
     on_request = [name for name in plain.measure_names() if name.startswith(("extended.", "features."))]
     assert on_request == []

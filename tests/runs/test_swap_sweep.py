@@ -305,7 +305,7 @@ def test_measures_are_those_of_inspect_and_correlations_those_of_spearman(demo, 
     assert (prediction.heads, prediction.diverged, prediction.measures) == (32, 0, len(predictors))
     assert prediction.ceiling == pytest.approx(math.sqrt(prediction.reliability))
     for name in ("positive", "negative", "skew"):
-        reason = "not identified: the model never compares a query with a later key"
+        reason = "a causal head never scores a query against a later key"
         assert prediction.left_out[f"tokens.share_{name}"] == reason
     assert prediction.left_out["weights.inertia_positive"] == sweeping.CONSTANT
     without = swap_kernel(demo, "rbf", sweep="heads", predictors=False, windows=8, length=24, **BARE).swap
@@ -396,7 +396,7 @@ def test_the_program_prints_writes_and_reads_predictors(tmp_path):
 
 def test_the_picture_shows_the_strongest_measures_and_three_fixed_ones(swept):
     (panel,) = [panel for panel in swap_panels(swept) if panel.stem == "predictors"]
-    assert "Not drawn: tokens.share_positive: not identified" in panel.caption
+    assert "Not drawn: tokens.share_positive: a causal head never" in panel.caption
     with house_style():
         figure = panel_figure(swept, panel)
     axes = {each.get_title(loc="left"): each for each in figure.axes if each.collections}

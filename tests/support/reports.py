@@ -14,7 +14,7 @@ from attnlens.choices import Part
 from attnlens.records import Head, Measure, Null
 from attnlens.report.report import Report
 
-HIDDEN = "not identified: the model never compares a query with a later key"
+HIDDEN = "a causal head never scores a query against a later key"
 CROSS = "queries and keys live on different domains"
 NOT_FINITE = "the weights are not finite"
 KINDS = ("flat", "exponential", "power")

@@ -199,16 +199,19 @@ def state_unexpected(report: Report) -> list[str]:
     return [f"{report.model.architecture} does not use {count} of the files: {join_items(names)}."] if names else []
 
 
-@section(60, views=(*TEXTS, "opening"))
-def missing_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield lists of skipped sites and of measures without a value, with one line per reason."""
+@section(60, views=(*TEXTS, "opening", "page"))
+def missing_sections(shapes: Shapes, view: View) -> Iterator[Section]:
+    """Yield lists of skipped sites and of measures without a value, with one line per reason.
+
+    A page begins with the skipped sites; the measures without a value follow below its tables.
+    """
     places = []
     for entry in shapes.report.coverage.skipped:
         heads = f" {'head' if len(entry.heads) == 1 else 'heads'} {join_items(entry.heads, 12)}" if entry.heads else ""
         places.append((entry.reason, f"{entry.site}{heads}{f' ({entry.measure})' if entry.measure else ''}"))
     skipped = [f"{clean(reason)}: {join_items(sites, 4)}" for reason, sites in group_pairs(places).items()]
-    for heading, lines in (("Skipped", skipped), ("No value", without_value(shapes))):
-        if lines:
+    for heading, lines, absent in (("Skipped", skipped, "page"), ("No value", without_value(shapes), "opening")):
+        if lines and view != absent:
             yield Section(heading, items=lines)
 
 

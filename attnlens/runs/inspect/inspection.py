@@ -69,7 +69,7 @@ def build_measure(
         return Measure(value=None, reason=TWO_DOMAINS)
     if value is None or bool(value.isnan()):
         unidentified = info.identified == "all pairs" and site.part == "decoder"  # in causal heads
-        reason = "not identified: the model never compares a query with a later key" if unidentified else info.missing
+        reason = "a causal head never scores a query against a later key" if unidentified else info.missing
         return Measure(value=None, reason=reason)
     if base is not None and not bool(base.isnan()):
         fields["base"] = float(base)
