@@ -98,7 +98,8 @@ def _template(name: str = "page.html.jinja") -> Template:
     loader = PackageLoader("attnlens.report.render", "page")
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     # clean every plain string, but not the Markup that the template itself produced
-    page.finalize = lambda value: clean(value) if type(value) is str else value
+    # a space that does not break keeps a number and its % on one line
+    page.finalize = lambda value: clean(value).replace(" %", "\xa0%") if type(value) is str else value
     page.globals |= {"data_url": embed_picture, "split_columns": _split_columns, "runs": _runs}
     return page.get_template(name)
 
