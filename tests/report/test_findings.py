@@ -19,7 +19,7 @@ from typer.main import get_command
 from attnlens.analyzers.registry import NULL_DRAWS, select_analyzers
 from attnlens.cli.commands import app
 from attnlens.maths.statistics import gaussian_null
-from attnlens.records import Finding, Head, Measure, Null, Rise
+from attnlens.records import Finding, Head, Measure, Null, PlanStep, Rise
 from attnlens.report import export
 from attnlens.report.findings import advise_saving, find, next_commands
 from attnlens.report.findings.heads import CHANCE, HeadTests, _adjust
@@ -350,6 +350,14 @@ def test_a_plan_states_the_numbers_kept_the_cache_and_whether_the_budget_holds()
     by_question = answers(planned())
     assert list(by_question)[:3] == ["How small?", "Cache?", "Within budget?"]
     assert by_question["How small?"].answer.startswith(f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key")
+    assert by_question["How small?"].answer.endswith(f": keys {100 * (1 - plan.mean_rank / 64):.0f} % smaller.")
+    few = plan.estimated.model_copy(update={"sequences": 16})
+    for changed, said in (({}, False), ({"estimated": few}, True)):
+        assert ("Chosen from only 16 windows" in answers(planned(**changed))["How small?"].evidence) == said
+    for cost, said in ((0.011, True), (0.009, False)):
+        step = PlanStep(mean_rank=plan.mean_rank - 1, predicted=cost, rise=Rise(share=cost, sequences=64))
+        evidence = answers(planned(steps=[step]))["How small?"].evidence
+        assert ("The next smaller ranks tried" in evidence) == said
     assert f"{plan.cache_bytes_per_token.after:,.0f} bytes per token" in by_question["Cache?"].answer
     beyond = plan.measured.model_copy(update={"share": 2 * plan.budget})
     assert answers(planned(measured=beyond))["Within budget?"].answer.startswith("No: ")

@@ -17,6 +17,7 @@ from attnlens.analyzers import registry
 from attnlens.errors import AttnlensError, OutputError, UsageError
 from attnlens.records import Measure, Null, Text
 from attnlens.report import export
+from attnlens.report.findings.heads import HeadTests
 from attnlens.report.pictures import maps
 from attnlens.report.pictures.style import PART_COLOURS, house_style, new_figure, tick_positions
 from attnlens.report.report import Report
@@ -132,6 +133,24 @@ def test_colours_are_centred_for_signed_measures_and_bear_outliers_rounding_and_
     norm = scale(positive)[1]
     assert isinstance(norm, CenteredNorm), "signed by the registry"
     assert (norm(0.0), norm(0.8)) == (0.5, 1.0)
+    assert scale(np.array([[0.06]]))[1](0.06) == pytest.approx(0.53), "a single value, within the possible range"
+
+
+@without_layout
+def test_a_map_marks_the_heads_that_differ_from_chance_with_a_dot():
+    report = synthetic_report(4, 8)
+    for name in ("weights.symmetry", "weights.directionality"):
+        beyond = HeadTests(Shapes(report)).signs.get(name)
+        (marks,) = [each for each in panel(report, name).axes[0].collections if "Ellipse" in type(each).__name__] or [
+            None
+        ]
+        if beyond is None:  # the control: a measure that is not tested
+            assert marks is None
+            continue
+        assert 0 < np.count_nonzero(beyond) < beyond.size
+        places = {(round(y - 0.33), round(x)) for x, y in marks.get_offsets()}
+        heads = zip(report.heads, beyond, strict=True)
+        assert places == {(head.layer, head.head) for head, sign in heads if sign}
 
 
 def test_cells_have_numbers_only_if_they_fit():

@@ -108,6 +108,8 @@ def test_the_program_explains_a_measure_whose_name_is_unique():
     assert "- formula: " in written
     assert invoke("explain").returncode == 2
     assert explanation("definite") == explanation("tokens.definite")
+    assert explanation("sink-window:4,64") == explanation("sink-window"), "with the parameters that a screen prints"
+    assert explanation("form").title == "form M"
     with pytest.raises(UsageError, match="'rank90' is the name of several measures") as refusal:
         explanation("rank90")
     assert not absent(refusal.value.remedy, "weights.rank90", "tokens.rank90", "ksvd.rank90")

@@ -262,9 +262,9 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
     smaller = [step for step in plan.steps if step.mean_rank < plan.mean_rank]
     if smaller and plan.estimated is not None:
         rejected = max(smaller, key=lambda step: step.mean_rank)
-        bound = share(rejected.rise.bound(MARGIN))
-        smaller_ranks = f"The next smaller ranks tried ({rejected.mean_rank:.1f} on average)"
-        evidence += f" {smaller_ranks} exceed it: their cost has the upper bound {bound}."
+        if (bound := rejected.rise.bound(MARGIN)) > plan.budget:
+            smaller_ranks = f"The next smaller ranks tried ({rejected.mean_rank:.1f} on average)"
+            evidence += f" {smaller_ranks} exceed it: their cost has the upper bound {share(bound)}."
     if (promised := plan.promised) is not None:
         rise = f"{share(promised.share)}{_format_interval(promised, ', ')}"
         evidence += f" Predicted from held-out calibration windows: {rise}."
