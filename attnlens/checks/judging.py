@@ -15,6 +15,7 @@ from attnlens.checks.rule import Rule, Tolerance
 from attnlens.errors import UsageError
 from attnlens.files import format_value
 from attnlens.records import Baseline, BaselineMeasure, Breach, Check, Head, HeadId, Record, Report
+from attnlens.records.comparison import BLOCKS
 from attnlens.wording import clean, format_count, join_items
 
 EQUAL_SETTINGS = ("windows", "length", "pack", "placement", "seed", "select", "source")
@@ -170,7 +171,6 @@ def check_report(
     return report.model_copy(update={"checks": checks})
 
 
-BLOCKS = "compare.blocks"  # subject of rules on the changes of a comparison's blocks
 NO_BLOCKS = "only `attnlens compare` on text reports blocks, and only blocks that run once per forward pass"
 COLUMNS = ("se", "z", "base", "null")  # suffixes of a measure, as in `tokens.entropy.se`; `null` is the null's mean
 # First parts of dotted paths into the report, and whole paths to suggest for misspelled ones

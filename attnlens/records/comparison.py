@@ -75,6 +75,7 @@ def read_baseline(path: str | Path) -> Baseline:
     return read_record(Baseline, path, "not a baseline", remedy, convert_baseline)
 
 
+BLOCKS = "compare.blocks"  # Subject of rules on the changes of a comparison's blocks
 DISTANCE = "compare."  # Prefix of the names of measures that are distances between the two models
 ON_FORMS = "W_Q and W_K of "  # First words of notes on the heads' forms M = W_Q W_Kᵀ
 SMALLEST_SHARE = 0.01  # Smallest change in a measure that matters in practice, in interquartile ranges over heads

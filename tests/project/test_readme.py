@@ -97,7 +97,7 @@ def test_every_command_runs(block, tmp_path):
         lines = [*next(code for page, code in blocks("bash") if "damage.py" in code).splitlines(), *lines]
     result = in_shell("\n".join(["set -e", *known, *lines]), cwd=tmp_path, **SMALL)
     assert result.returncode == 0, result.stdout + result.stderr
-    for name in re.findall(r"[\w-]+\.(?:png|json|html|csv|md)\b", without_installation(block)):
+    for name in re.findall(r"[\w.-]+\.(?:png|json|html|csv|md)\b", without_installation(block)):
         assert (tmp_path / name).stat().st_size > 100, name
     if "attnlens reproduce" in block:
         report = read_report(tmp_path / "verify.json")

@@ -354,10 +354,13 @@ def test_a_plan_states_the_numbers_kept_the_cache_and_whether_the_budget_holds()
     few = plan.estimated.model_copy(update={"sequences": 16})
     for changed, said in (({}, False), ({"estimated": few}, True)):
         assert ("Chosen from only 16 windows" in answers(planned(**changed))["How small?"].evidence) == said
-    for cost, said in ((0.011, True), (0.009, False)):
-        step = PlanStep(mean_rank=plan.mean_rank - 1, predicted=cost, rise=Rise(share=cost, sequences=64))
+    for away, end in (
+        (-1, "; of the next smaller ranks tried (27.0 on average): +1.10 %."),
+        (1, "."),
+    ):  # the control: 1
+        step = PlanStep(mean_rank=plan.mean_rank + away, predicted=0.01, rise=Rise(share=0.011, sequences=64))
         evidence = answers(planned(steps=[step]))["How small?"].evidence
-        assert ("The next smaller ranks tried" in evidence) == said
+        assert f"Upper bound on the windows that chose the ranks: +0.62 %{end}" in evidence
     assert f"{plan.cache_bytes_per_token.after:,.0f} bytes per token" in by_question["Cache?"].answer
     beyond = plan.measured.model_copy(update={"share": 2 * plan.budget})
     assert answers(planned(measured=beyond))["Within budget?"].answer.startswith("No: ")
@@ -391,7 +394,8 @@ def test_the_hardening_of_a_head_is_a_sentence() -> None:
     (finding,) = findings(experiment_report(hardening))
     assert finding.question == "Head 3.6: how hard does it select?"
     assert finding.answer == (
-        "The selected token gets 77.1 % of the weight (median over the SVM's queries; 100 %: hard selection)."
+        "In the pretrained head, the selected token gets 77.1 % of the weight (median over the SVM's queries, its most "
+        "decided ones; 100 %: hard selection)."
     )
     assert finding.evidence == "The SVM's solution, scaled to the head's norm, would give it 100 %."
 

@@ -139,18 +139,17 @@ def test_colours_are_centred_for_signed_measures_and_bear_outliers_rounding_and_
 @without_layout
 def test_a_map_marks_the_heads_that_differ_from_chance_with_a_dot():
     report = synthetic_report(4, 8)
-    for name in ("weights.symmetry", "weights.directionality"):
-        beyond = HeadTests(Shapes(report)).signs.get(name)
-        (marks,) = [each for each in panel(report, name).axes[0].collections if "Ellipse" in type(each).__name__] or [
-            None
-        ]
-        if beyond is None:  # the control: a measure that is not tested
-            assert marks is None
+    for name in ("weights.definiteness", "weights.directionality"):
+        signs = HeadTests(Shapes(report)).signs.get(name)
+        marks = [each for each in panel(report, name).axes[0].collections if "Ellipse" in type(each).__name__]
+        if signs is None:  # the control: a measure that is not tested
+            assert not marks
             continue
-        assert 0 < np.count_nonzero(beyond) < beyond.size
-        places = {(round(y - 0.33), round(x)) for x, y in marks.get_offsets()}
-        heads = zip(report.heads, beyond, strict=True)
-        assert places == {(head.layer, head.head) for head, sign in heads if sign}
+        assert {-1, 0, 1} == {*signs.tolist()}
+        for sign, dots in zip((1, -1), marks, strict=True):
+            places = {(round(y - 0.33), round(x)) for x, y in dots.get_offsets()}
+            heads = zip(report.heads, signs, strict=True)
+            assert places == {(head.layer, head.head) for head, each in heads if each == sign}
 
 
 def test_cells_have_numbers_only_if_they_fit():
@@ -166,7 +165,7 @@ def test_the_caption_gives_null_error_count_model_coverage_and_range(monkeypatch
     assert not absent(
         panel(shapes, "weights.symmetry").texts[-1].get_text(),
         "Chance 0.0013 ± 0.0018 (sd of one head)",
-        "Dots: heads beyond chance at a false-discovery rate of 2",
+        "Dots: heads above (black) or below (white) chance; false-discovery rate 2",
         "bert-base-uncased · BertForMaskedLM · 110 M parameters",
         "4 layers × 4 heads · COMPLETE: 16 of 16 heads",
     )

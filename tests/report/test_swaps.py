@@ -93,10 +93,10 @@ def test_one_kernel_has_its_numbers_stage_by_stage(whole):
 def test_controls_are_rows_apart_and_named_if_they_cost_less(controlled):
     rows = [line.split()[:3] for line in views.summary(controlled, 120).splitlines() if line.startswith("vs ")]
     assert rows[:3] == [["vs", "sink-window:4,64", "2.480"], ["vs", "hard", "7.930"], ["vs", "uniform", "6.330"]]
-    assert "Costs more than sink-window:4,64, less than hard and uniform." in flowing(controlled)
+    assert "Costs more than sink-window:4,64; costs less than hard and uniform." in flowing(controlled)
     assert "vs" not in shown().split(), "the control"
     older = [control.model_copy(update={"difference": None}) for control in controls()]
-    assert "; not distinguishable with 32 windows from sink-window:4,64." in flowing(
+    assert "Not distinguishable with 32 windows from sink-window:4,64; costs less than hard" in flowing(
         swap_report(swapped(deltas=(0.04,), controls=older))
     ), "intervals meet"
     swaps = [swapped(kernel=name, deltas=(delta,), controls=controls()) for name, delta in (("elu", 1.0), ("l2", 2.0))]

@@ -61,7 +61,8 @@ def advise_saving(shapes: Shapes) -> str:
         return ""
     if report.plan is not None and swaps.plan_file(written) is None:
         scope = f"attnlens ranks {heads.model_argument(report)} --ranks FILE --save smaller"
-        return f"Add --plan FILE to this command to keep the ranks; then, {scope} applies them."
+        kept = "Repeat this command with --plan FILE to keep the ranks (finished work is used again)"
+        return f"{kept}; then, {scope} applies them."
     if written.report is not None or written.shown or report.plan is not None:
         return ""
     return f"Add --json FILE to this command to keep its result; then, attnlens report FILE {options} shows more of it."

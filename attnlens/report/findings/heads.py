@@ -160,10 +160,11 @@ def _symmetric(tests: HeadTests) -> Finding | None:
         sign: len(tests.heads("weights.definiteness", side)) for sign, side in (("positive", 1), ("negative", -1))
     }
     if signs := [sign for sign, count in counts.items() if count]:
-        first, *others = signs
-        number = "".join([f"{format_count(counts[first], 'head')} {first}", *(f", {counts[s]} {s}" for s in others)])
-        single = reading.present.size == 1
-        evidence += f" More {first} definite than chance." if single else f" Definite beyond chance: {number}."
+        if reading.present.size == 1:
+            evidence += f" More {signs[0]} definite than chance."
+        else:
+            evidence += f" Definiteness: {format_count(counts['positive'], 'head')} above chance, "
+            evidence += f"{counts['negative']} below."
     measures = [name, "weights.definiteness"]
     return _finding("Symmetric?", answer, evidence, measures, notable=bool(marked))
 

@@ -18,7 +18,7 @@ from attnlens.report.findings.heads import model_argument
 from attnlens.report.sections.plans import BUDGETED, share
 from attnlens.report.sections.swaps import UNITS, format_figures, format_rise, interval, loss_decimals
 from attnlens.report.shapes import Names, Shapes, Written
-from attnlens.wording import clean, format_count, format_number, join_items, short
+from attnlens.wording import capitalise, clean, format_count, format_number, join_items, short
 
 MOST_UNITS = 4  # Maximum number of heads or layers whose names are printed
 EXHAUSTED = 0.1  # Share of head_dim: a plan whose mean rank is at most this share can hardly become smaller
@@ -202,15 +202,13 @@ def _alternative(swap: Swap, windows: int | None) -> Finding | None:
         for control in controls
         if control.loss is not None
     ]
-    parts = [f"more than {_join_words(cheaper)}"] if cheaper else []
-    parts += [f"less than {_join_words(dearer)}"] if dearer else []
-    clauses = [f"Costs {', '.join(parts)}"] if parts else []
-    if level:
-        read = "" if windows is None else f" with {format_count(windows, 'window')}"
-        clauses.append(f"{'not' if clauses else 'Not'} distinguishable{read} from {join_items(level, 3)}")
+    read = "" if windows is None else f" with {format_count(windows, 'window')}"
+    clauses = [f"costs more than {_join_words(cheaper)}"] if cheaper else []
+    clauses += [f"not distinguishable{read} from {join_items(level, 3)}"] if level else []
+    clauses += [f"costs less than {_join_words(dearer)}"] if dearer else []
     return Finding(
         question="Against simple kernels?",
-        answer=f"{'; '.join(clauses)}.",
+        answer=f"{capitalise('; '.join(clauses))}.",
         evidence=f"Change in the loss in {UNITS[swap.task]}: {'; '.join(costs)}.",
         severity="problem" if cheaper else "none" if level else "notable",
         measures=["swap.controls"],
@@ -259,12 +257,14 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
     smaller_keys = f"{100 * (1 - plan.mean_rank / plan.head_dim):.0f} % smaller"
     answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head: keys {smaller_keys}."
     evidence = f"Allowed: a {BUDGETED[plan.unit]} at most {100 * plan.budget:g} % higher."
-    smaller = [step for step in plan.steps if step.mean_rank < plan.mean_rank]
-    if smaller and plan.estimated is not None:
-        rejected = max(smaller, key=lambda step: step.mean_rank)
-        if (bound := rejected.rise.bound(MARGIN)) > plan.budget:
-            smaller_ranks = f"The next smaller ranks tried ({rejected.mean_rank:.1f} on average)"
-            evidence += f" {smaller_ranks} exceed it: their cost has the upper bound {share(bound)}."
+    if plan.estimated is not None:
+        evidence += f" Upper bound on the windows that chose the ranks: {share(plan.estimated.bound(MARGIN))}"
+        smaller = [step for step in plan.steps if step.mean_rank < plan.mean_rank]
+        if smaller:
+            rejected = max(smaller, key=lambda step: step.mean_rank)
+            bound = share(rejected.rise.bound(MARGIN))
+            evidence += f"; of the next smaller ranks tried ({rejected.mean_rank:.1f} on average): {bound}"
+        evidence += "."
     if (promised := plan.promised) is not None:
         rise = f"{share(promised.share)}{_format_interval(promised, ', ')}"
         evidence += f" Predicted from held-out calibration windows: {rise}."

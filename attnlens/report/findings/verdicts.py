@@ -226,8 +226,8 @@ def _hardening_finding(experiment: Experiment) -> Finding:
     """State the attention weight e^−KL that a head, and its SVM at the head's norm, give the selected token."""
     kls = [experiment.final.get(name) for name in (SOFT, SOFT_SVM)]
     head, svm = (None if kl is None else f"{100 * math.exp(-kl):.3g} %" for kl in kls)
-    scope = "median over the SVM's queries; 100 %: hard selection"
-    answer = f"The selected token gets {head} of the weight ({scope})."
+    scope = "median over the SVM's queries, its most decided ones; 100 %: hard selection"
+    answer = f"In the pretrained head, the selected token gets {head} of the weight ({scope})."
     evidence = f"The SVM's solution, scaled to the head's norm, would give it {svm}." if svm else ""
     name = clean(experiment.name).partition(",")[0].capitalize()
     return Finding(

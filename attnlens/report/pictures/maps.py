@@ -36,7 +36,7 @@ from attnlens.wording import (
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Float, Int
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -67,7 +67,8 @@ def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
     lines.append(capitalise(f"{short_caption(reading)}{mark}"))
     if reading.name in CHANCE:
         lines.append(
-            f"Dots: heads beyond chance at a false-discovery rate of {100 * LEVEL:g} % over heads and measures."
+            f"Dots: heads above (black) or below (white) chance; false-discovery rate {100 * LEVEL:g} % over heads "
+            "and measures."
         )
     lines += [f"No value for {format_count(count, 'head')} (hatched): {why}" for why, count in reading.reasons.items()]
     return _caption(shapes, reading.info, lines)
@@ -204,14 +205,16 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
     texts = _fit_numbers(reading) if numbers and max(grid.values.shape) * CELL <= 8 else {}  # inches of a page
     charts.write_cells(axes, texts, grid, colours)
     if reading.name in CHANCE:
-        charts.mark_cells(axes, _beyond_chance(shapes, reading.name), "white", style.INK, below=0.33 * bool(texts))
+        signs, below = compare_with_chance(shapes, reading.name), 0.33 * bool(texts)
+        for sign, colour in ((1, style.INK), (-1, "white")):
+            charts.mark_cells(axes, signs == sign, colour, style.INK, below=below)
 
 
-def _beyond_chance(shapes: Shapes, name: str) -> Bool[np.ndarray, "layers heads"]:
-    """Return True for the heads whose value of a measure differs significantly from chance."""
-    beyond = np.zeros((len(shapes.layers), len(shapes.heads)), dtype=bool)
-    beyond[shapes.cells] = HeadTests(shapes).signs.get(name, 0) != 0
-    return beyond
+def compare_with_chance(shapes: Shapes, name: str) -> Int[np.ndarray, "layers heads"]:
+    """Return 1 or −1 for the heads whose value of a measure is significantly above or below chance, otherwise 0."""
+    signs = np.zeros((len(shapes.layers), len(shapes.heads)), dtype=int)
+    signs[shapes.cells] = HeadTests(shapes).signs.get(name, 0)
+    return signs
 
 
 def _shows_null(reading: MeasureMap) -> bool:
@@ -468,7 +471,8 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
 def _noted_map(shapes: Shapes, name: str) -> Panel:
     reading = shapes.readings[name]
     note = short_caption(reading) or style.shorten_label(reading.info.meaning, NOTE)
-    note += "; dots: beyond it" * (name in CHANCE)
+    if name in CHANCE:
+        note = f"{note.removesuffix(' (sd of one head)')}; ● above, ○ below"
     return map_panel(shapes, name, note, numbers=max(reading.values.shape) <= FEW)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from attnlens.records import BackendCheck, Breach, Check, MaskCheck, Report, Sight
+from attnlens.records.comparison import BLOCKS
 from attnlens.report.sections.facts import build_heading
 from attnlens.report.sections.section import (
     TEXTS,
@@ -51,8 +52,8 @@ def _is_against_baseline(check: Check) -> bool:
 
 
 def _tolerance(check: Check) -> str:
-    """Return the allowed deviation from the baseline: `±5 %, ±0.1` for `as in the baseline (±5 %, ±0.1)`."""
-    return check.wanted.partition("(")[2].rstrip(")")
+    """Return the allowed deviation from the baseline: `±5 % and ±0.1` for `as in the baseline (±5 %, ±0.1)`."""
+    return check.wanted.partition("(")[2].rstrip(")").replace(", ", " and ")
 
 
 def _format_place(breach: Breach, name: Names) -> str:
@@ -96,7 +97,10 @@ def document(report: Report, *, updated: bool = False) -> Document:
 
     `updated` is True if the report's values were written as a baseline.
     """
-    failed, rules = sum(not check.passed for check in report.checks), format_count(len(report.checks), "rule")
+    failed, noun = sum(not check.passed for check in report.checks), "rule"
+    if all(map(_is_against_baseline, report.checks)):
+        noun = "measure"
+    rules = format_count(len(report.checks), noun)
     standing = f"FAILED: {failed} of {rules}" if failed else f"PASSED: {len(report.checks)} of {rules}"
     if not report.checks:
         heads = format_count(report.coverage.heads, "head")
@@ -115,14 +119,17 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         return
     rows = []
     for check in checks:
-        heads = f"{len(check.breaches)} of {check.heads} fail" if check.breaches else str(check.heads)
+        total = format_count(check.heads or 0, "block" if check.subject == BLOCKS else "head")
+        heads = (
+            f"{len(check.breaches)} of {total} {'fails' if check.heads == 1 else 'fail'}" if check.breaches else total
+        )
         without = f", {check.without} without a value" if check.without else ""
         row = {
             "rule": clean(check.subject if _is_against_baseline(check) else check.rule),
             "found": _format_found(check),
             "baseline": _format_base(check),
             "tolerance": _tolerance(check) if _is_against_baseline(check) else None,
-            "heads": NO_VALUE if check.heads is None else f"{heads}{without}",
+            "scope": NO_VALUE if check.heads is None else f"{heads}{without}",
             "verdict": "passed" if check.passed else "FAILED",
         }
         rows.append(row)

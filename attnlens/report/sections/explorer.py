@@ -11,6 +11,7 @@ from attnlens.analyzers.registry import OWN_ROWS
 from attnlens.choices import WHERE_POSED
 from attnlens.records import AttentionRows, Pick, Report, Sentence
 from attnlens.report import atlas
+from attnlens.report.findings.heads import CHANCE
 from attnlens.report.sections.layers import missing_reason
 from attnlens.report.sections.section import Passage, Piece, Section, View, section
 from attnlens.report.shapes import MeasureMap, Shapes, group_of
@@ -150,6 +151,10 @@ def _measure(shapes: Shapes, reading: MeasureMap) -> dict[str, object]:
         "why": [reasons.index(reason) if reason else -1 for reason in why] if reasons else [],  # index of the reason
         "labels": {number: clean(label) for number, label in reading.labels.items()},  # category number → name
         "palette": maps.palette(reading),
+        # 1 or −1 for each head that is significantly above or below chance, otherwise 0; empty if not tested
+        "signs": maps.compare_with_chance(shapes, reading.name)[shapes.cells].tolist()
+        if reading.name in CHANCE
+        else [],
     }
 
 

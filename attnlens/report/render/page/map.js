@@ -174,6 +174,7 @@ function drawCells(pen, measure, ink) {
         pen.fillStyle = inkOn(colour);
         pen.fillText(formatNumber(value, Math.min(measure.decimals, 3)), x + map.wide / 2, y + map.high / 2 + 0.5);
       }
+      if (measure.signs[head]) markHead(pen, x, y, measure.signs[head], numbers);
     }
   });
   pen.globalAlpha = 1;
@@ -185,6 +186,16 @@ function drawCells(pen, measure, ink) {
     Object.assign(pen, { strokeStyle: colour, lineWidth: line });
     pen.strokeRect(x - gap / 2, y - gap / 2, map.wide, map.high);
   }
+}
+
+// Draw a dot in a head's cell: black above chance, white below; beside the number if there is one.
+function markHead(pen, x, y, sign, numbers) {
+  const size = Math.min(3, map.wide / 5, map.high / 5);
+  pen.beginPath();
+  pen.arc(x + (numbers ? map.wide - size - 4 : map.wide / 2), y + map.high / 2, size, 0, 2 * Math.PI);
+  Object.assign(pen, { fillStyle: sign > 0 ? "#000" : "#fff", strokeStyle: sign > 0 ? "#fff" : "#000", lineWidth: 0.8 });
+  pen.fill();
+  pen.stroke();
 }
 
 function hatch(pen, x, y, gap, ink) {
