@@ -52,8 +52,8 @@ def _is_against_baseline(check: Check) -> bool:
 
 
 def _tolerance(check: Check) -> str:
-    """Return the allowed deviation from the baseline: `±5 % and ±0.1` for `as in the baseline (±5 %, ±0.1)`."""
-    return check.wanted.partition("(")[2].rstrip(")").replace(", ", " and ")
+    """Return the allowed deviation from the baseline: `±5 % or ±0.1` for `as in the baseline (±5 %, ±0.1)`."""
+    return check.wanted.partition("(")[2].rstrip(")").replace(", ", " or ")
 
 
 def _format_place(breach: Breach, name: Names) -> str:
@@ -78,11 +78,11 @@ def _format_found(check: Check) -> str:
 
 
 def _format_base(check: Check) -> str | None:
-    """Format the baseline's value of the head that `_format_found` shows, or the baseline's median over heads."""
+    """Format the baseline's value of the head that `_format_found` shows, or its median if that is shown."""
     worst_base = check.breaches[0].base if check.breaches else None
     if worst_base is not None:
         return number(worst_base)
-    return None if check.base is None else f"median {number(check.base)}"
+    return None if check.base is None else number(check.base)
 
 
 def number(value: float) -> str:
@@ -119,17 +119,15 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         return
     rows = []
     for check in checks:
-        total = format_count(check.heads or 0, "block" if check.subject == BLOCKS else "head")
-        heads = (
-            f"{len(check.breaches)} of {total} {'fails' if check.heads == 1 else 'fail'}" if check.breaches else total
-        )
+        total = format_count(check.heads or 0, "block") if check.subject == BLOCKS else str(check.heads)
+        heads = f"{len(check.breaches)} of {total} fail" if check.breaches else total
         without = f", {check.without} without a value" if check.without else ""
         row = {
             "rule": clean(check.subject if _is_against_baseline(check) else check.rule),
             "found": _format_found(check),
             "baseline": _format_base(check),
             "tolerance": _tolerance(check) if _is_against_baseline(check) else None,
-            "scope": NO_VALUE if check.heads is None else f"{heads}{without}",
+            "heads": NO_VALUE if check.heads is None else f"{heads}{without}",
             "verdict": "passed" if check.passed else "FAILED",
         }
         rows.append(row)
