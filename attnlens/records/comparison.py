@@ -13,6 +13,7 @@ from attnlens.choices import CHANGE, Part
 from attnlens.records.measures import Count, Head, HeadId, Measure, Number, Record, read_record
 from attnlens.records.provenance import ModelInfo, Settings, convert_baseline
 from attnlens.records.swaps import Outcome
+from attnlens.wording import format_count
 
 
 class Breach(Record):
@@ -42,6 +43,21 @@ class Check(Record):
     without: Count = 0  # Number of selected heads without a value
     breaches: list[Breach] = []  # Heads or blocks that break the rule, worst first; empty if none does individually
     file: str | None = None  # File that contains the rule; None for a rule passed in the call
+
+    @property
+    def against_baseline(self) -> bool:
+        """True if heads are compared with their values in a baseline."""
+        return self.id.startswith("baseline: ")
+
+    @property
+    def short_rule(self) -> str:
+        """The rule as written; for a comparison with a baseline, only the measure."""
+        return self.subject if self.against_baseline else self.rule
+
+
+def count_checks(checks: Sequence[Check]) -> str:
+    """Format the number of rules, `2 rules`, or of measures if all checks compare them with a baseline."""
+    return format_count(len(checks), "measure" if all(check.against_baseline for check in checks) else "rule")
 
 
 class BaselineMeasure(Record):

@@ -29,7 +29,7 @@ from attnlens.cli.show import complain, say
 from attnlens.errors import OutputError, UsageError
 from attnlens.files import check_writable, local_path
 from attnlens.requests.run_options import CheckRequest, SharedRequest
-from attnlens.wording import format_count, join_items
+from attnlens.wording import join_items
 
 if TYPE_CHECKING:
     from attnlens.checks.rule import Rule
@@ -56,6 +56,7 @@ def check(context: typer.Context) -> None:
     Checking a report does not require torch."""
     from attnlens.checks import judging  # late, because it loads the records
     from attnlens.checks.rule import Tolerance
+    from attnlens.records.comparison import count_checks
     from attnlens.report.render.markdown import junit, markdown, spreadsheet
     from attnlens.report.report import read_report
     from attnlens.report.sections import checked
@@ -99,10 +100,9 @@ def check(context: typer.Context) -> None:
         "junit": junit,
     }
     deliver(outputs, judged, writers, document, annotate=annotate)
-    failed = [each.rule for each in judged.checks if not each.passed]
+    failed = [each.short_rule for each in judged.checks if not each.passed]
     if failed:
-        total = format_count(len(judged.checks), "rule")
-        problem = f"{len(failed)} of {total} failed: {join_items(failed, 3)}."
+        problem = f"{len(failed)} of {count_checks(judged.checks)} failed: {join_items(failed, 3)}."
         complain(problem, "The table lists the heads that break each rule.")
         raise typer.Exit(FAILED)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from attnlens.records import BackendCheck, Breach, Check, MaskCheck, Report, Sight
-from attnlens.records.comparison import BLOCKS
+from attnlens.records.comparison import BLOCKS, count_checks
 from attnlens.report.sections.facts import build_heading
 from attnlens.report.sections.section import (
     TEXTS,
@@ -43,12 +43,8 @@ def describe_check(check: Check, name: Names = str) -> str:
 
 def describe_breach(check: Check, breach: Breach, name: Names = str) -> str:
     """Describe one head or block that breaks a rule."""
-    wanted = f"allowed {_tolerance(check)}" if _is_against_baseline(check) else f"wanted {check.wanted}"
+    wanted = f"allowed {_tolerance(check)}" if check.against_baseline else f"wanted {check.wanted}"
     return clean(f"{_format_place(breach, name)}: {check.subject} is {_format_breach(breach)}, {wanted}")
-
-
-def _is_against_baseline(check: Check) -> bool:
-    return check.id.startswith("baseline: ")
 
 
 def _tolerance(check: Check) -> str:
@@ -97,10 +93,7 @@ def document(report: Report, *, updated: bool = False) -> Document:
 
     `updated` is True if the report's values were written as a baseline.
     """
-    failed, noun = sum(not check.passed for check in report.checks), "rule"
-    if all(map(_is_against_baseline, report.checks)):
-        noun = "measure"
-    rules = format_count(len(report.checks), noun)
+    failed, rules = sum(not check.passed for check in report.checks), count_checks(report.checks)
     standing = f"FAILED: {failed} of {rules}" if failed else f"PASSED: {len(report.checks)} of {rules}"
     if not report.checks:
         heads = format_count(report.coverage.heads, "head")
@@ -123,10 +116,10 @@ def rule_sections(shapes: Shapes, _view: View) -> Iterator[Section]:
         heads = f"{len(check.breaches)} of {total} fail" if check.breaches else total
         without = f", {check.without} without a value" if check.without else ""
         row = {
-            "rule": clean(check.subject if _is_against_baseline(check) else check.rule),
+            "rule": clean(check.short_rule),
             "found": _format_found(check),
             "baseline": _format_base(check),
-            "tolerance": _tolerance(check) if _is_against_baseline(check) else None,
+            "tolerance": _tolerance(check) if check.against_baseline else None,
             "heads": NO_VALUE if check.heads is None else f"{heads}{without}",
             "verdict": "passed" if check.passed else "FAILED",
         }

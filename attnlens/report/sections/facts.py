@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from attnlens.choices import KINDS
 from attnlens.records import Report, Text
+from attnlens.records.comparison import count_checks
 from attnlens.records.studies import Origin
 from attnlens.report.sections.section import TEXTS, Heading, Section, View, section
 from attnlens.report.shapes import Shapes
@@ -37,7 +38,7 @@ def standing(report: Report) -> tuple[str, bool]:
         return f"{trained}; {verdict}.", all(cell.published_diverged for cell in failed)
     if report.coverage.heads or report.kind != "experiments":
         broken = sum(not check.passed for check in report.checks)
-        rules = f"; FAILED: {broken} of {format_count(len(report.checks), 'rule')}" * bool(broken)
+        rules = f"; FAILED: {broken} of {count_checks(report.checks)}" * bool(broken)
         return clean(report.coverage.sentence) + rules, report.coverage.complete and not broken
     missed = [clean(experiment.name) for experiment in report.experiments if experiment.passed is False]
     total = format_count(len(report.experiments), "experiment")
