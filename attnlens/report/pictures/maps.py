@@ -206,8 +206,8 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
     charts.write_cells(axes, texts, grid, colours)
     if reading.name in CHANCE:
         signs, below = compare_with_chance(shapes, reading.name), 0.33 * bool(texts)
-        for sign, colour in ((1, style.INK), (-1, "white")):
-            charts.mark_cells(axes, signs == sign, colour, style.INK, below=below)
+        for sign, colour, edge in ((1, style.INK, "white"), (-1, "white", style.INK)):
+            charts.mark_cells(axes, signs == sign, colour, edge, below=below)
 
 
 def compare_with_chance(shapes: Shapes, name: str) -> Int[np.ndarray, "layers heads"]:
