@@ -50,8 +50,9 @@ REMOVED = {  # Remedies for options and commands of earlier versions, and for op
 def run() -> None:
     """Run this process's command line, and exit with the resulting code."""
     code = exit_code()
-    for stop in STOPS:
-        signal.signal(stop, signal.SIG_IGN)  # all output is already written
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all output is already written
+    if signal.getsignal(signal.SIGTERM) is interrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if code == 0:
         gc.freeze()  # the process ends anyway; a last collection would take a fifth of the time of `list`
         sys.exit(0)

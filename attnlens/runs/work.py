@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
@@ -420,10 +421,14 @@ def _start_ray(ray: Any, plan: WorkPlan) -> None:
     if address == RAY_HERE:
         options = {"num_cpus": plan.jobs, "include_dashboard": False}
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    stop = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **options)
     except Exception as error:  # Ray raises plain Exception if its programs do not start
         raise _build_cluster_error(address, error) from error
+    # in the main thread, Ray has replaced the handler by its own; None: not set in Python
+    if stop is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, stop)
     worker = ray._private.worker  # prints lost workers to stdout, which may contain a report; no setting redirects this
     if printed := getattr(worker, "print_to_stdstream", None):
         worker.print_to_stdstream = lambda data, **named: printed(data | {"is_err": True}, **named)

@@ -129,11 +129,14 @@ def test_a_baseline_shows_the_value_found_beside_baseline_and_tolerance():
     assert (value.median, value.base) == (0.35, None)
     assert (against.median, against.base) == (0.35, 0.25)
     text = markdown(checked.document(judged))
+    gone = planted(np.array(((0.1, 0.2), (0.3, np.nan))))
+    lost = markdown(checked.document(check_report(gone, {}, build_baseline(first))))
+    assert "| weights.planted | worst no value | 0.4 |" in lost, "not the median of the other heads"
     assert "| rule | found | baseline | tolerance | heads | verdict |" in text
     shown = "both values are of the head that deviates most; medians could be equal"
     assert re.search(r"\| weights.planted \| worst 0.5 \| 0.3 \| ±5 %[^|]* \| 2 of 4 fail \| FAILED \|", text), shown
     same = markdown(checked.document(check_report(first, {}, build_baseline(first))))
-    assert re.search(r"\| weights.planted \| median 0.25 \| 0.25 \| ±5 %[^|]* \| 4 \| passed \|", same)
+    assert re.search(r"\| weights.planted \| median 0.25 \| median 0.25 \| ±5 %[^|]* \| 4 \| passed \|", same)
     assert checked.rows(judged)[-1] | {"baseline.median": 0.25, "median": 0.35} == checked.rows(judged)[-1]
 
 

@@ -304,22 +304,24 @@ def test_an_interruption_leaves_nothing_half_written(tmp_path, wait):
         assert "interrupted" in read_report(tmp_path / "r.json").coverage.sentence
 
 
-MAIN = "import signal, attnlens.cli.entry as e, attnlens.cli as c; e.run = lambda: print([signal.getsignal(2)]); "
+MAIN = "import signal, attnlens.cli.entry as e, attnlens.cli as c; e.run = lambda: print(*map(signal.getsignal, (2, 15))); "
 
 
 def test_imports_are_left_at_once_unless_interruptions_are_ignored():
     """The program's own handler too: an import that is run by C++ ends it with SIGABRT where an exception is raised."""
     ignored = signal.SIG_IGN
-    for handler, inside in ((show.interrupt, leave), (signal.default_int_handler, leave), (ignored, ignored)):
-        before = signal.signal(signal.SIGINT, handler)
+    cases = (show.interrupt, leave), (signal.default_int_handler, leave), (ignored, ignored)
+    for stop, (handler, inside) in itertools.product((signal.SIGINT, signal.SIGTERM), cases):
+        before = signal.signal(stop, handler)
         try:
             with show.interruptible_at_once():
-                assert signal.getsignal(signal.SIGINT) is inside
-            assert signal.getsignal(signal.SIGINT) is handler
+                assert signal.getsignal(stop) is inside
+            assert signal.getsignal(stop) is handler
         finally:
-            signal.signal(signal.SIGINT, before)
-    for handler, inside in ((1, "SIG_IGN"), ("signal.default_int_handler", "leave")):
-        assert inside in python("-c", f"{MAIN}signal.signal(2, {handler}); c.main()").stdout
+            signal.signal(stop, before)
+    for on_ctrl_c, on_end, names in ((1, 1, 0), ("signal.default_int_handler", 0, 2)):  # 0: SIG_DFL, 1: SIG_IGN
+        code = f"{MAIN}signal.signal(2, {on_ctrl_c}); signal.signal(15, {on_end}); c.main()"
+        assert python("-c", code).stdout.count("function leave") == names
 
 
 @pytest.mark.parametrize("start", [invoke, pytest.param(attnlens, marks=pytest.mark.full)])

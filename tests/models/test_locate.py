@@ -278,7 +278,11 @@ def test_other_formats_and_folders_inside_are_named_with_a_remedy(folder, tmp_pa
     shutil.copytree(folder, tmp_path / "sentence" / "0_Transformer")
     (tmp_path / "sentence" / "config.json").write_text("{}")
     check_refusals(ModelError, (tmp_path / "sentence", {}, "no weights", "0_Transformer"))
-    for model_type, reason in (("mamba", "no softmax attention"), ("bert", "download them again")):
+    for model_type, reason in (
+        ("mamba", "no softmax attention"),
+        ("bert", "download them"),
+        ("depth_pro", "download them"),
+    ):
         folder = tmp_path / model_type
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({"model_type": model_type}))

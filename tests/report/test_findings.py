@@ -175,6 +175,14 @@ def test_scores_are_attributed_to_the_part_with_over_half_of_the_variance() -> N
     (finding,) = findings(report)
     assert finding.question == "By content or position?"
     assert finding.answer == "The key alone explains most of the score variance in 16 of 16 heads."
+    unsure = [Measure(value=0.7, se=0.01, n=16)] * 10 + [Measure(value=0.51, se=0.2, n=16)] * 6
+    lacking = [Measure(value=0.2, se=0.01, n=16)] * 12 + [Measure(value=None, reason="cross-attention")] * 4
+    mixed = report_of({"tokens.share_key": unsure, "tokens.share_position": lacking})
+    answer = "The key alone explains most of the score variance in 10 of 16 heads, undecided in 6."
+    assert findings(mixed)[0].answer == answer
+    single = findings(report.model_copy(update={"heads": report.heads[:1]}))[0]
+    assert single.answer == "The key alone explains most of the score variance."
+    assert single.evidence.startswith("Shares")
 
 
 def test_intervals_over_texts_use_the_degrees_of_freedom_of_texts() -> None:
@@ -350,7 +358,9 @@ def test_a_plan_states_the_numbers_kept_the_cache_and_whether_the_budget_holds()
     by_question = answers(planned())
     assert list(by_question)[:3] == ["How small?", "Cache?", "Within budget?"]
     assert by_question["How small?"].answer.startswith(f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key")
-    assert by_question["How small?"].answer.endswith(f": keys {100 * (1 - plan.mean_rank / 64):.0f} % smaller.")
+    assert by_question["How small?"].answer.endswith(": these heads' keys are 56 % smaller.")
+    whole = answers(planned(mean_rank=64.0))["How small?"].answer
+    assert whole == "64.0 of 64 numbers per key and head.", "the control: nothing is smaller"
     few = plan.estimated.model_copy(update={"sequences": 16})
     for changed, said in (({}, False), ({"estimated": few}, True)):
         assert ("Chosen from only 16 windows" in answers(planned(**changed))["How small?"].evidence) == said

@@ -18,6 +18,7 @@ from views import Tags, absent
 
 from attnlens.records import AttentionRows
 from attnlens.report import export
+from attnlens.report.findings.heads import HeadTests
 from attnlens.report.report import Report
 from attnlens.report.sections.explorer import explorer
 from attnlens.report.shapes import Shapes
@@ -110,6 +111,14 @@ def test_the_rest_of_attention_is_in_thousandths_like_the_weights():
     body = report.inspection.model_copy(update={"attention": [rows]})
     shown = explorer(Shapes(report.model_copy(update={"inspection": body})))["attention"]["0.0"]
     assert (shown["weights"], shown["rest"]) == ([[500, 250]], [250])
+
+
+def test_the_page_marks_the_heads_above_and_below_chance():
+    report = synthetic_report(4, 8)
+    measures = {measure["name"]: measure["signs"] for measure in explorer(Shapes(report))["measures"]}
+    assert measures["weights.definiteness"] == HeadTests(Shapes(report)).signs["weights.definiteness"].tolist()
+    assert {-1, 0, 1} == {*measures["weights.definiteness"]}
+    assert measures["weights.norm"] == [], "the control: it is not tested"
 
 
 @pytest.fixture(scope="module")

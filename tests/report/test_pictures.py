@@ -398,6 +398,11 @@ def test_a_bare_figure_has_8_point_text_and_no_title_or_note(tmp_path, stem, wid
     if stem == "weights.symmetry":
         assert not any(titles), "a single panel needs no title"
         assert "symmetry" in words.split(), "its colour bar is labelled instead"
+        several = synthetic_report(2, 4, parts=["encoder", "decoder"], curves=False)
+        (parted,) = export.drawings(several, tmp_path / "weights.symmetry.png", bare=True).values()
+        with house_style(bare=True):
+            axes = parted.args[0].draw(bare=True).axes[0]
+        assert axes.get_ylabel() == "", "the parts are named there"
     else:
         assert {"a  symmetry", "b  entropy"} <= set(titles)
     with house_style():

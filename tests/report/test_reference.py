@@ -119,7 +119,17 @@ def test_the_program_explains_a_measure_whose_name_is_unique():
     with pytest.raises(UsageError) as refusal:
         explanation("symetry")
     assert "Did you mean symmetry" in refusal.value.remedy
-    for name in ("", "share_skw", "\x1b[31mred\x1b[0m", "=cmd|'/c calc'!A1", "\u202eevil", "a" * 5000, "."):
+    for name in (
+        "",
+        "entropy:junk",
+        "rbf:gamma=0.5+window:64",
+        "share_skw",
+        "\x1b[31mred\x1b[0m",
+        "=cmd|'/c calc'!A1",
+        "\u202eevil",
+        "a" * 5000,
+        ".",
+    ):
         with pytest.raises(UsageError, match="Unknown measure, kernel or term") as refusal:
             explanation(name)
         assert len(refusal.value.problem) < 120

@@ -518,7 +518,7 @@ def test_a_small_training_step_changes_the_form_by_more_than_rounding_and_too_li
         "of its norm (too small to matter)."
     )
     assert result.notes == [small]
-    assert answers(report)["Changed?"] == "None of 8 heads changed."
+    assert answers(report)["Changed?"] == "None of 8 heads changed measurably."
     assert answers(report)["Form M?"] == small
     assert "Which heads?" not in answers(report)
     assert all(check.passed for check in attnlens.check(report, GATE).checks)

@@ -606,12 +606,12 @@ def test_the_first_lines_do_not_depend_on_shapes_and_name_the_config(from_files,
         sides, options = [tmp_path / str(number) for number in range(3)], options | {"from_files": True}
     shorter, wider = (findings(attnlens.compare(sides[0], side, **options)) for side in sides[1:])
     assert [each.question for each in shorter] == ["Same weights?", "Same config?", "Cause?", "Changed?"]
-    assert shorter[0].answer.startswith("No: the 16 tensors in both models are identical, but")
+    assert shorter[0].answer.startswith("No: 16 tensors in both models, all identical, but")
     assert "Only in the first model: model.layers.1." in shorter[0].evidence
     assert shorter[1].answer.startswith("No: num_hidden_layers 2 → 1")
     assert shorter[2].answer == "The second model has 1 layer instead of 2 (num_hidden_layers)."
     assert [each.question for each in wider] == ["Same weights?", "Same config?", "Cause?", "Changed?"]
-    assert wider[0].answer == "Yes: all 29 tensors are identical."
+    assert wider[0].answer == "Yes: 29 tensors, all identical."
     assert "num_attention_heads 6 → 3" in wider[1].answer
     assert wider[2].answer == "The second model has 3 attention heads instead of 6 (num_attention_heads)."
     assert wider[2].evidence == "Repair: set num_attention_heads to 6."
@@ -678,7 +678,7 @@ def test_changes_of_blocks_have_a_practical_size():
     small, answers = compared(own, changed(own, rms_norm_eps=1e-5))
     assert [(block.negligible, block.named, block.smallest) for block in small.blocks] == [(True, False, 1e-3)] * 2
     assert all(0 < block.change < 1e-4 for block in small.blocks)
-    assert answers["Changed?"] == "None of 12 heads changed."
+    assert answers["Changed?"] == "None of 12 heads changed measurably."
     large, _ = compared(own, changed(own, disturb("model.layers.1.mlp.up_proj.weight")), windows=4, length=24)
     assert [(block.negligible, block.named) for block in large.blocks] == [(True, False), (False, True)]
 

@@ -103,7 +103,7 @@ def check(context: typer.Context) -> None:
     failed = [each.short_rule for each in judged.checks if not each.passed]
     if failed:
         problem = f"{len(failed)} of {count_checks(judged.checks)} failed: {join_items(failed, 3)}."
-        complain(problem, "The table lists the heads that break each rule.")
+        complain(problem, "The table shows each failure and its worst heads.")
         raise typer.Exit(FAILED)
 
 

@@ -438,10 +438,8 @@ def _locate_folder(name: str, folder: Path, allow_pickle: bool, revision: str | 
     try:
         form, file = _select_weights(names, str(folder), allow_pickle)
     except ModelError as error:
-        reasons = [
-            each.reason for each in architectures()[1] if (each.model_type, each.read) == (model_type, "refused")
-        ]
-        if not reasons:
+        reasons = [each.reason for each in architectures()[1] if each.model_type == model_type]
+        if not reasons or "has no softmax attention" not in reasons[0]:
             raise
         problem = f"{reasons[0]} Besides, {error.problem}"
         remedy = "Choose another model: `attnlens list architectures` lists the supported model types."

@@ -47,8 +47,8 @@ def next_commands(shapes: Shapes) -> list[str]:
     commands = list(dict.fromkeys(KINDS[shapes.report.kind][1](shapes)))[:COMMANDS]
     written, options = shapes.written, show_again(shapes)
     if written is not None and written.offline:
-        needs_no_model = "attnlens reproduce"
-        commands = [each if each.startswith(needs_no_model) else f"{each} --offline" for each in commands]
+        without_model = "attnlens reproduce", "attnlens converge --experiment"
+        commands = [each if each.startswith(without_model) else f"{each} --offline" for each in commands]
     if written is not None and written.report is not None and not written.shown and options:
         commands.append(f"attnlens report {quote(written.report)} {options}")
     return commands
@@ -60,9 +60,10 @@ def advise_saving(shapes: Shapes) -> str:
     if written is None or report.kind in ("inspection", "doctor") or not next_commands(shapes):
         return ""
     if report.plan is not None and swaps.plan_file(written) is None:
-        scope = f"attnlens ranks {heads.model_argument(report)} --ranks FILE --save smaller"
-        kept = "Repeat this command with --plan FILE to keep the ranks (finished work is used again)"
-        return f"{kept}; then, {scope} applies them."
+        scope = (
+            f"attnlens ranks {heads.model_argument(report)} --ranks FILE --save smaller{' --offline' * written.offline}"
+        )
+        return f"Add --plan FILE to this command to keep the ranks; then, {scope} applies them."
     if written.report is not None or written.shown or report.plan is not None:
         return ""
     return f"Add --json FILE to this command to keep its result; then, attnlens report FILE {options} shows more of it."

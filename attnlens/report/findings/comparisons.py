@@ -62,7 +62,7 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     answer = (
         f"{count} of {heads} changed"
         if count
-        else f"None of {heads} changed{' by itself' * bool(changes.inherited or changes.others)}"
+        else f"None of {heads} changed {'by itself' if changes.inherited or changes.others else 'measurably'}"
     )
     if not count and all(row.measure != OWN_ROWS for row in comparison.rows):
         answer = f"The form M changed in none of {heads}"
@@ -135,11 +135,11 @@ def _first_lines(comparison: Comparison) -> Iterator[Finding]:
     if (tensors := comparison.tensors) is not None:
         total, differ = format_count(tensors.total, "tensor"), len(tensors.differ)
         if tensors.identical:
-            answer = f"Yes: all {total} are identical."
+            answer = f"Yes: {total}, all identical."
         elif differ:
             answer = f"No: {differ} of {total} {'differs' if differ == 1 else 'differ'}."
         elif tensors.total:
-            answer = f"No: the {total} in both models are identical, but at least one model has further tensors."
+            answer = f"No: {total} in both models, all identical, but at least one model has further tensors."
         else:
             answer = "No: the models have no tensor name in common."
         evidence = [f"Differ: {join_items(tensors.differ, 3)}."] if differ else []

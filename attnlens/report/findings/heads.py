@@ -191,15 +191,15 @@ def _by_content(tests: HeadTests) -> Finding | None:
         return None
     ruled = sorted(((len(tests.heads(name, 1)), name) for name in readings), reverse=True)
     counts = [("".join(SHARES[name]), count) for count, name in ruled if count]
-    of, half = _count(readings[ruled[0][1]]), "most of the score variance"
-    single = readings[ruled[0][1]].present.size == 1
-    answer = f"No part alone explains {half}" + ("" if single else f" in any of {of}")
+    size = max(reading.present.size for reading in readings.values())  # heads of cross-attention have no distances
+    of, single, half = format_count(size, "head"), size == 1, "most of the score variance"
+    answer = f"Undecided: no part alone significantly explains {half}" + ("" if single else f" in any of {of}")
     if counts:
         (part, count), *others = counts
         answer = f"{capitalise(part)} explains {half}" + ("" if single else f" in {count} of {of}")
         answer += "".join(f", {part} in {count}" for part, count in others)
-        none = readings[ruled[0][1]].present.size - sum(count for _, count in counts)
-        answer += f", no single part in {none}" if none > 0 else ""
+        undecided = size - sum(count for _, count in counts)
+        answer += f", undecided in {undecided}" if undecided else ""
     parts = "; ".join(
         f"{SHARES[name][0].removeprefix('the ').removesuffix(' alone')} {_percent(reading, tests.shapes)}"
         for name, reading in sorted(readings.items(), key=lambda item: -middle(item[1].values))

@@ -254,14 +254,15 @@ def _is_within_budget(plan: Plan) -> bool:
 
 def _plan_findings(plan: Plan) -> Iterator[Finding]:
     """Yield findings on the ranks, the size of the cache, and whether the measured rise is within the budget."""
-    smaller_keys = f"{100 * (1 - plan.mean_rank / plan.head_dim):.0f} % smaller"
-    answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head: keys {smaller_keys}."
+    smaller = round(100 * (1 - plan.mean_rank / plan.head_dim))
+    size = f": these heads' keys are {smaller} % smaller" if smaller > 0 else ""
+    answer = f"{plan.mean_rank:.1f} of {plan.head_dim:g} numbers per key and head{size}."
     evidence = f"Allowed: a {BUDGETED[plan.unit]} at most {100 * plan.budget:g} % higher."
     if plan.estimated is not None:
         evidence += f" Upper bound on the windows that chose the ranks: {share(plan.estimated.bound(MARGIN))}"
-        smaller = [step for step in plan.steps if step.mean_rank < plan.mean_rank]
-        if smaller:
-            rejected = max(smaller, key=lambda step: step.mean_rank)
+        steps = [step for step in plan.steps if step.mean_rank < plan.mean_rank]
+        if steps:
+            rejected = max(steps, key=lambda step: step.mean_rank)
             bound = share(rejected.rise.bound(MARGIN))
             evidence += f"; of the next smaller ranks tried ({rejected.mean_rank:.1f} on average): {bound}"
         evidence += "."
@@ -347,7 +348,7 @@ def after_swap(shapes: Shapes) -> Iterator[str]:
         yield f"attnlens swap-kernel {kernel}{windows} --sweep layers"
     if swap.healing is None:
         yield f"attnlens heal {kernel}{windows} --train 500ktok"
-    elif loss is not None and is_change(loss):
+    elif loss is not None and is_change(loss) and loss.delta > 0:
         yield f"attnlens heal {kernel}{windows}{longer}"
     if loss is not None:
         yield f"attnlens ranks {model} --budget loss:1%{scope}{windows}"
@@ -359,7 +360,7 @@ def _format_training(healing: Healing, times: int = 1) -> str:
     number, suffix = times * float(amount), "s" if unit.startswith("second") else ""
     if unit.startswith("token"):
         number, suffix = (number / 1000, "ktok") if number % 1000 == 0 else (number, "tok")
-    return f" --train {number:.10g}{suffix}"
+    return f" --train {int(number) if number == int(number) else number}{suffix}"
 
 
 def _join_words(names: list[str]) -> str:

@@ -175,12 +175,12 @@ def _series_finding(experiment: Experiment) -> Finding:
         for name, (first, last) in ends.items()
         if first is not None and last is not None
     }
-    by_chance = any(experiment.null(name) is not None for name in moves)
-    shown = [moves[name] for name in FOLLOWED if name in moves] or list(moves.values())[:MOST_SERIES]
+    shown = [name for name in FOLLOWED if name in moves] or list(moves)[:MOST_SERIES]
+    by_chance = any(experiment.null(name) is not None for name in shown)
     return Finding(
         question=clean(experiment.question),
-        answer=f"{'; '.join(shown)}." if shown else "No median changed.",
-        evidence=f"Medians over heads, first → last checkpoint{'; chance at the last' if by_chance else ''}.",
+        answer=f"{'; '.join(moves[name] for name in shown)}." if shown else "No change is known.",
+        evidence=f"First → last checkpoint; measures: medians over heads{', chance at the last' if by_chance else ''}.",
         measures=list(medians),
     )
 

@@ -431,11 +431,12 @@ def _bare_figure(rows: Sequence[Row], caption: str) -> Figure:
 
 
 def _remove_title(panel: Panel) -> Panel:
-    """Remove a panel's title; it becomes the label of a colour bar or of a y axis with numbers that has no label."""
+    """Remove a panel's title; it becomes the label of a colour bar or of a chart's y axis that has no label."""
 
     def draw(axes: Axes) -> None:
         panel.draw(axes)
-        if not axes.get_ylabel() and not isinstance(axes.yaxis.get_major_locator(), FixedLocator):
+        named = isinstance(axes.yaxis.get_major_locator(), FixedLocator)  # its ticks are names of rows
+        if not (axes.images or named or axes.get_ylabel()):
             axes.set_ylabel(panel.title)
         for drawn in (*axes.images, *axes.collections):
             if drawn.colorbar is not None and not drawn.colorbar.ax.get_ylabel():

@@ -65,7 +65,7 @@ def full_caption(shapes: Shapes, reading: MeasureMap) -> str:
     if reading.null is not None:
         mark = "; black mark on the colour bar" if _shows_null(reading) else "; outside the range of the colour bar"
     lines.append(capitalise(f"{short_caption(reading)}{mark}"))
-    if reading.name in CHANCE:
+    if _is_tested(reading):
         lines.append(
             f"Dots: heads above (black) or below (white) chance; false-discovery rate {100 * LEVEL:g} % over heads "
             "and measures."
@@ -204,10 +204,14 @@ def draw_map(axes: Axes, shapes: Shapes, reading: MeasureMap, *, numbers: bool) 
             bar.ax.plot([0, 1], [mean, mean], color=colour, linewidth=width, scalex=False, scaley=False)
     texts = _fit_numbers(reading) if numbers and max(grid.values.shape) * CELL <= 8 else {}  # inches of a page
     charts.write_cells(axes, texts, grid, colours)
-    if reading.name in CHANCE:
+    if _is_tested(reading):
         signs, below = compare_with_chance(shapes, reading.name), 0.33 * bool(texts)
         for sign, colour, edge in ((1, style.INK, "white"), (-1, "white", style.INK)):
             charts.mark_cells(axes, signs == sign, colour, edge, below=below)
+
+
+def _is_tested(reading: MeasureMap) -> bool:
+    return reading.name in CHANCE and reading.null is not None
 
 
 def compare_with_chance(shapes: Shapes, name: str) -> Int[np.ndarray, "layers heads"]:
@@ -471,7 +475,7 @@ def _choose_panels(shapes: Shapes, names: list[str], room: int) -> list[Panel]:
 def _noted_map(shapes: Shapes, name: str) -> Panel:
     reading = shapes.readings[name]
     note = short_caption(reading) or style.shorten_label(reading.info.meaning, NOTE)
-    if name in CHANCE:
+    if _is_tested(reading):
         note = f"{note.removesuffix(' (sd of one head)')}; ● above, ○ below"
     return map_panel(shapes, name, note, numbers=max(reading.values.shape) <= FEW)
 

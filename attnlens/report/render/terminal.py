@@ -64,7 +64,7 @@ MARKS = {"selected": "bold blue", "support": "yellow", "query": "bold underline"
 """Kind of marked token → its style."""
 
 
-ALARMS = ("FAILS", "FAIL", "DIFFERS")  # Verdicts that report a problem
+ALARMS = ("FAILED", "FAIL", "DIFFERS")  # Verdicts that report a problem
 
 
 def document(doc: Document) -> Group:

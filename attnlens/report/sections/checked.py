@@ -58,7 +58,7 @@ def _format_place(breach: Breach, name: Names) -> str:
 
 def _format_breach(breach: Breach) -> str:
     """Format the value of a head or block and, if known, the baseline and the p-value of the difference."""
-    now = "no value" if breach.value is None else number(breach.value)
+    now = _format_value(breach.value)
     before = "" if breach.base is None else f", before {number(breach.base)}"
     chance = "" if breach.base is None or breach.p is None else f" (p {format_p(breach.p)})"
     return f"{now}{before}{chance}"
@@ -68,17 +68,20 @@ def _format_found(check: Check) -> str:
     """Format the value that a check tested or, if it tested each head, the worst failing or the median value."""
     if check.value is not None:
         return number(check.value)
-    if check.breaches and check.breaches[0].value is not None:
-        return f"worst {number(check.breaches[0].value)}"
+    if check.breaches:
+        return f"worst {_format_value(check.breaches[0].value)}"
     return NO_VALUE if check.median is None else f"median {number(check.median)}"
 
 
 def _format_base(check: Check) -> str | None:
-    """Format the baseline's value of the head that `_format_found` shows, or its median if that is shown."""
-    worst_base = check.breaches[0].base if check.breaches else None
-    if worst_base is not None:
-        return number(worst_base)
-    return None if check.base is None else number(check.base)
+    """Format the baseline's value of the head, or median over heads, that `_format_found` formats."""
+    if check.base is None:
+        return None
+    return _format_value(check.breaches[0].base) if check.breaches else f"median {number(check.base)}"
+
+
+def _format_value(value: float | None) -> str:
+    return "no value" if value is None else number(value)
 
 
 def number(value: float) -> str:

@@ -27,7 +27,15 @@ def title(report: Report) -> str:
 
 
 def standing(report: Report) -> tuple[str, bool]:
-    """Return a sentence on coverage and rules, studies or experiments, and whether nothing is missing or failed."""
+    """Return a sentence on coverage, studies or experiments and on rules, and whether nothing is missing or failed."""
+    sentence, sound = _standing_without_rules(report)
+    broken = sum(not check.passed for check in report.checks)
+    if broken:
+        sentence = f"{sentence.removesuffix('.')}; FAILED: {broken} of {count_checks(report.checks)}"
+    return sentence, sound and not broken
+
+
+def _standing_without_rules(report: Report) -> tuple[str, bool]:
     if report.studies:
         cells = [cell for study in report.studies for cell in study.cells]
         failed = [cell for cell in cells if cell.problem]
@@ -37,9 +45,7 @@ def standing(report: Report) -> tuple[str, bool]:
         # a cell that did not converge is acceptable if the paper's cell did not converge either
         return f"{trained}; {verdict}.", all(cell.published_diverged for cell in failed)
     if report.coverage.heads or report.kind != "experiments":
-        broken = sum(not check.passed for check in report.checks)
-        rules = f"; FAILED: {broken} of {count_checks(report.checks)}" * bool(broken)
-        return clean(report.coverage.sentence) + rules, report.coverage.complete and not broken
+        return clean(report.coverage.sentence), report.coverage.complete
     missed = [clean(experiment.name) for experiment in report.experiments if experiment.passed is False]
     total = format_count(len(report.experiments), "experiment")
     if not any(experiment.published for experiment in report.experiments):

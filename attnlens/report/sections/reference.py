@@ -276,7 +276,10 @@ def explanation(name: str) -> Section:
 
     The source can be omitted: `entropy` is `tokens.entropy`. Measures of the default analyzers take precedence.
     """
-    word = name.strip().lower().partition(":")[0]  # of a kernel with parameters, `sink-window:4,64`, the name
+    word = name.strip().lower()
+    kernel = word.partition(":")[0]
+    if kernel in kernel_pages() and "+" not in word:  # with parameters, such as `sink-window:4,64`
+        word = kernel
     term = TERM_SYNONYMS.get(word, word)
     if term in TERMS:
         return _page(term, TERMS[term], {})

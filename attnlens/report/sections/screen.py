@@ -35,6 +35,7 @@ def map_section(shapes: Shapes, _view: View) -> Iterator[Section]:
         return
     chosen_by_variation = len(shapes.report.settings.analyzers) != 1 and len(shown) > 1
     reading = max(shown, key=_variation) if chosen_by_variation else shown[0]
+    chosen_by_variation &= _variation(reading) > 0
     low, high = (float(end(reading.present)) for end in (np.min, np.max))
     decimals = decimals_for([low, high], 2)
     rows, columns, values = _fold(shapes, reading)

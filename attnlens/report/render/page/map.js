@@ -188,11 +188,12 @@ function drawCells(pen, measure, ink) {
   }
 }
 
-// Draw a dot in a head's cell: black above chance, white below; beside the number if there is one.
+// Draw a dot in a head's cell: black above chance, white below; in the lower corner if the cell has a number.
 function markHead(pen, x, y, sign, numbers) {
-  const size = Math.min(3, map.wide / 5, map.high / 5);
+  const size = Math.min(numbers ? 2.2 : 3, map.wide / 5, map.high / 5);
+  const away = (length) => (numbers ? length - size - 2.5 : length / 2);
   pen.beginPath();
-  pen.arc(x + (numbers ? map.wide - size - 4 : map.wide / 2), y + map.high / 2, size, 0, 2 * Math.PI);
+  pen.arc(x + away(map.wide), y + away(map.high), size, 0, 2 * Math.PI);
   Object.assign(pen, { fillStyle: sign > 0 ? "#000" : "#fff", strokeStyle: sign > 0 ? "#fff" : "#000", lineWidth: 0.8 });
   pen.fill();
   pen.stroke();
