@@ -304,7 +304,8 @@ def test_an_interruption_leaves_nothing_half_written(tmp_path, wait):
         assert "interrupted" in read_report(tmp_path / "r.json").coverage.sentence
 
 
-MAIN = "import signal, attnlens.cli.entry as e, attnlens.cli as c; e.run = lambda: print(*map(signal.getsignal, (2, 15))); "
+MAIN = "import signal, attnlens.cli.entry as e, attnlens.cli as c; "
+MAIN += "e.run = lambda: print(*map(signal.getsignal, (2, 15))); "
 
 
 def test_imports_are_left_at_once_unless_interruptions_are_ignored():
