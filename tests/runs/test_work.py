@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import signal
 import time
 import weakref
 from collections.abc import Callable
@@ -486,6 +487,19 @@ def test_an_interruption_ends_the_processes_and_starts_no_other_unit(spread, tmp
     assert spread(["a", "long 1", "long 2", "b"], report_unit=interrupt).stopped
     assert time.monotonic() - began < 40, "units of a minute were not awaited"
     assert work_units.times(tmp_path) == {"a": 1, "long 1": 1, "long 2": 1}
+
+
+def test_ray_does_not_keep_the_handler_that_it_sets_for_the_end_of_the_program(tmp_path):
+    own, rays = lambda *_: None, lambda *_: None
+    before = signal.signal(signal.SIGTERM, own)
+    ray = Mock()
+    ray.init.side_effect = lambda **_: signal.signal(signal.SIGTERM, rays)
+    try:
+        work._start_ray(ray, WorkPlan(work=tmp_path, engine="ray"))
+        assert ray.init.called
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_unit_that_another_run_has_cleared_is_computed_here_but_not_for_ray(tmp_path, store, monkeypatch):
