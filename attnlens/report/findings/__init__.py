@@ -55,9 +55,9 @@ def next_commands(shapes: Shapes) -> list[str]:
 
 
 def advise_saving(shapes: Shapes) -> str:
-    """Return advice to save the result of a long command; "" if nothing follows from it, or if it was saved."""
+    """Return advice to save the result of a long command; "" if the command is short or the result was saved."""
     report, written, options = shapes.report, shapes.written, show_again(shapes)
-    if written is None or report.kind in ("inspection", "doctor") or not next_commands(shapes):
+    if written is None or report.kind in ("inspection", "doctor"):
         return ""
     if report.plan is not None and swaps.plan_file(written) is None:
         scope = (

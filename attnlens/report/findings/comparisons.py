@@ -49,7 +49,6 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
         ]
         yield Finding(question="Changed?", answer=answer, evidence=f"Medians: {'; '.join(shifts)}.")
         return
-    heads = format_count(len(comparison.heads), "head")
     blocks = [block for block in comparison.blocks if block.named]
     rate = f"false-discovery rate {comparison.fdr:g}"
     evidence = f"{comparison.named:,} of {comparison.tests:,} changes are significant ({rate})."
@@ -59,15 +58,7 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
         evidence = f"Blocks that compute differently: {join_items([block.path for block in blocks], 3)}. {evidence}"
     changes = Changes.of(comparison)
     count = len(changes.own)
-    answer = (
-        f"{count} of {heads} changed"
-        if count
-        else f"None of {heads} changed {'by itself' if changes.inherited or changes.others else 'measurably'}"
-    )
-    if not count and all(row.measure != OWN_ROWS for row in comparison.rows):
-        answer = f"The form M changed in none of {heads}"
-        if all(row.measure != FORMS for row in comparison.rows):
-            answer = f"The form M of {heads} is not compared, because reports do not contain the weights"
+    answer = _count_changed(comparison, changes)
     more = " more" if count else ""
     if changes.inherited:
         verb, whose = ("attends", "its") if len(changes.inherited) == 1 else ("attend", "their")
@@ -97,6 +88,18 @@ def comparison_findings(shapes: Shapes) -> Iterator[Finding]:
     if changes.own or others:
         yield _changed_heads(comparison, changes, name)
     yield from _predictions(comparison)
+
+
+def _count_changed(comparison: Comparison, changes: Changes) -> str:
+    """Begin the answer to "Changed?" with the number of heads that changed by themselves, as far as it is known."""
+    heads, measures = format_count(len(comparison.heads), "head"), {row.measure for row in comparison.rows}
+    if changes.own:
+        return f"{len(changes.own)} of {heads} changed"
+    if OWN_ROWS in measures:
+        return f"None of {heads} changed {'by itself' if changes.inherited or changes.others else 'measurably'}"
+    if FORMS in measures:
+        return f"The form M changed in none of {heads}"
+    return f"The form M of {heads} is not compared, because reports do not contain the weights"
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def _fold(shapes: Shapes, reading: MeasureMap) -> tuple[list[str], list[str], li
 
 @section(99, views=("screen", "markdown", "opening"))
 def next_section(shapes: Shapes, _view: View) -> Iterator[Section]:
-    """Yield the commands to run next and, if any, the advice to save the result."""
-    commands, advice = next_commands(shapes), advise_saving(shapes)
-    if commands or advice:
+    """Yield the commands to run next, if any, and the advice to save the result."""
+    if commands := next_commands(shapes):
+        advice = advise_saving(shapes)
         yield Section("Next", commands=[*map(clean, commands)], lines=[clean(advice)] if advice else [])
